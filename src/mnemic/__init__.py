@@ -6,6 +6,8 @@ The public names are loaded on first use, so that `import mnemic` and `mnemic --
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -13,6 +15,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "augment": "mnemic.augment",
     "load": "mnemic.augment",
+    "Anatomy": "mnemic.hf.anatomy",
     "train": "mnemic.train",
     "TrainConfig": "mnemic.train.config",
     "evaluate": "mnemic.evaluate",
@@ -27,9 +30,28 @@ _PUBLIC = {
 }
 
 
+class _Verb(ModuleType):
+    """A module that can be called: `mnemic.train` is a package and, called, the function `train` in it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # the import system sets submodules here; those that share the name of a public function become callable
+        if name in _PUBLIC and isinstance(value, ModuleType):
+            value.__class__ = _Verb
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+        module = importlib.import_module(_PUBLIC[name])
+        return module if isinstance(module, _Verb) and module.__name__ == f"mnemic.{name}" else getattr(module, name)
     from mnemic.memories import configs  # each folder of memories/ adds its config class to the public names
 
     if name in (found := configs()):

@@ -7,9 +7,11 @@ target, fsync the folder. Whoever is killed leaves either the old content or the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,14 +29,25 @@ def clear_os_errors(path: Path) -> Iterator[None]:
     """Turns a full disk or a missing permission into one sentence that says what to do."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        number = _errno(error)
+        if number in (errno.ENOSPC, errno.EDQUOT):
             raise MnemicError(f"the disk is full while writing {path}: free some space and run again") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise MnemicError(f"no permission to write {path}: choose another folder or change its rights") from error
-        if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        if number in (errno.ENOTDIR, errno.EEXIST):
             raise UsageError(f"{path} cannot be written: a part of that path is a file, not a folder") from error
+        if number == errno.EISDIR:
+            raise UsageError(f"{path} cannot be written: a folder of that name is there, not a file") from error
         raise
+
+
+def _errno(error: Exception) -> int | None:
+    """The system's number of an error; libraries written in Rust (safetensors) give it only in their text."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 def fsync(path: Path) -> None:
@@ -54,11 +67,12 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # says that its writer is alive: see remove_unfinished
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
@@ -77,37 +91,85 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
     A folder already at `path` is replaced; what a killed process left unfinished beside it is removed.
     """
-    path = Path(path)
+    path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
     with clear_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(path.parent)
-        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=path.parent))
-        try:
+        with _temporary_folder(path.parent) as temporary:
             yield temporary
+            if path.exists() and not path.is_dir():
+                raise UsageError(f"{path} cannot be written: it is a file, and a folder is to be put there")
             for item in sorted(temporary.rglob("*")):
                 fsync(item)
             os.chmod(temporary, 0o755)
             fsync(temporary)
             if path.exists():
-                old = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=path.parent))
-                os.replace(path, old)
-                os.replace(temporary, path)
-                shutil.rmtree(old)
+                _exchange(temporary, path)
             else:
                 os.replace(temporary, path)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
         fsync(path.parent)
 
 
+@contextlib.contextmanager
+def _temporary_folder(parent: Path) -> Iterator[Path]:
+    """A folder that is removed at the end, if it still has its name; locked, so that `remove_unfinished` spares it."""
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent))
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield temporary
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swaps two folders in one step, so that at no moment one of the names is missing."""
+    at_working_folder, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux's renameat2
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        if libc.renameat2(at_working_folder, os.fsencode(first), at_working_folder, os.fsencode(second), exchange) == 0:
+            return
+        if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(number, os.strerror(number), str(second))
+    # A system or file system without it: two steps, and a kill just between them leaves the old folder beside.
+    aside = Path(tempfile.mkdtemp(prefix=second.name + ".old-", dir=second.parent))
+    os.replace(second, aside)
+    os.replace(first, second)
+    os.replace(aside, first)
+
+
+@contextlib.contextmanager
+def additions(path: str | Path, last: str) -> Iterator[Path]:
+    """Yields a temporary folder whose files are moved into `path` when the block ends without an error.
+
+    What else is in `path` stays. The file named `last` is moved after all others: it vouches for them.
+    """
+    path = Path(path)
+    with clear_os_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(path)
+        with _temporary_folder(path) as temporary:
+            yield temporary
+            for item in sorted(temporary.iterdir(), key=lambda item: item.name == last):
+                fsync(item)
+                os.replace(item, path / item.name)
+        fsync(path)
+
+
 def remove_unfinished(folder: Path) -> None:
-    """Removes temporary files and folders that a killed process left in `folder`."""
+    """Removes temporary files and folders that a killed process left in `folder`; those in use are locked and stay."""
     for item in folder.glob(TEMPORARY + "*"):
-        if item.is_dir():
-            shutil.rmtree(item, ignore_errors=True)
-        else:
-            item.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            descriptor = os.open(item, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if item.is_dir():
+                    shutil.rmtree(item, ignore_errors=True)
+                else:
+                    item.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -116,7 +178,7 @@ def lock(path: str | Path, what: str) -> Iterator[None]:
     path = Path(path)
     with clear_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a")
+        file = open(path, "a")  # noqa: SIM115 (the next line closes it)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,9 +197,12 @@ def checksum(path: str | Path) -> str:
 
 
 def safe_join(root: str | Path, name: str) -> Path:
-    """`root/name`, refused if it would leave `root`."""
+    """`root/name`, refused if it would leave `root` (absolute names, "..", links that lead outside)."""
     root = Path(root).resolve()
-    path = (root / name).resolve()
+    try:
+        path = (root / name).resolve()
+    except (ValueError, RuntimeError, OSError):  # a null character, a loop of links
+        raise UsageError(f"{name!r} is not a usable file name") from None
     if not path.is_relative_to(root):
         raise UsageError(f"{name!r} points outside of {root}")
     return path

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 from mnemic.config import Config
 
 
+@dataclass(kw_only=True)
 class MemoryConfig(Config):
     """Settings of one memory; the folder it lives in is the memory's name."""
 
@@ -12,3 +16,12 @@ class MemoryConfig(Config):
     def memory(cls) -> str:
         """The name of the memory: the folder under `memories/` that defines this class."""
         return cls.__module__.split(".")[-2]
+
+    @classmethod
+    def small(cls, layers: int) -> Self:
+        """A small instance for a model of that many layers, as the demo, the self-check and the contract tests use."""
+        return cls()
+
+    def neutral(self) -> Self:
+        """The same memory with a start that leaves the model's output as it was."""
+        return self

@@ -1,0 +1,172 @@
+"""augment() puts memories into a Hugging Face model; load() brings a saved one back.
+
+The model object stays what it was, with hooks inside and a class made on the fly from `AugmentedModel` and its own
+class, so that `isinstance`, `generate`, `Trainer` and `pipeline` go on working. `model.memory.detach()` undoes it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from mnemic import saving
+from mnemic.errors import UsageError
+from mnemic.hf.anatomy import Anatomy, find
+from mnemic.hf.entrance import Entrance, reading
+from mnemic.hf.fingerprint import fingerprint
+from mnemic.memories.base import Handle
+from mnemic.memories.config import MemoryConfig
+
+if TYPE_CHECKING:
+    _Base = PreTrainedModel
+else:
+    _Base = object
+
+
+def augment(model: Any, *memories: MemoryConfig, anatomy: Anatomy | None = None) -> Any:
+    """Gives `model` one or several memories and returns the same object; an augmented model can be given more.
+
+    `anatomy` describes a model of an architecture that mnemic does not know.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"augment() takes a transformers PreTrainedModel, not {type(model).__name__}")
+    if not memories or not all(isinstance(memory, MemoryConfig) for memory in memories):
+        raise UsageError("augment() takes one or more memories, as in augment(model, mnemic.MemoryTokens(count=10))")
+    existing = getattr(model, "memory", None)
+    if existing is not None and not isinstance(existing, Memory):
+        raise UsageError(f"{type(model).__name__} has a part named 'memory' already: mnemic needs that name")
+    names = [config.memory() for config in memories] + list(getattr(existing, "handles", {}))
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"a model holds one memory of a kind, and {', '.join(doubled)} was given twice: detach() first")
+    if existing is None:
+        memory = Memory(model, anatomy)
+        model.memory = memory
+        model.__class__ = _augmented_class(type(model))
+    else:
+        memory = existing
+    for config in memories:
+        memory.add(config)
+    return model
+
+
+class Memory(nn.Module):
+    """`model.memory`: the memories in a model, by name, and the switches for all of them."""
+
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy | None = None) -> None:
+        super().__init__()
+        self.anatomy = anatomy
+        self.base_fingerprint = fingerprint(model)
+        self._owner = (model,)  # in a tuple, or torch would register the model as a part of its own part
+        self._places = find(model, anatomy)
+        self._entrance = Entrance(self._places)
+
+    @property
+    def handles(self) -> dict[str, Handle]:
+        """The memories, by name."""
+        return {name: child for name, child in self.named_children() if isinstance(child, Handle)}
+
+    @property
+    def configs(self) -> list[MemoryConfig]:
+        """The settings of each memory."""
+        return [handle.config for handle in self.handles.values()]
+
+    def add(self, config: MemoryConfig) -> None:
+        """Puts one more memory into the model."""
+        module = importlib.import_module(type(config).__module__.removesuffix("config") + "attach")
+        self.add_module(config.memory(), module.Attached.attach(config, self._places, self._entrance))
+
+    def reset(self) -> None:
+        """Forgets what was read so far; what was learned stays."""
+        for handle in self.handles.values():
+            handle.reset()
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Within this context the model computes exactly what its base does."""
+        for handle in self.handles.values():
+            handle.switch(False)
+        try:
+            yield
+        finally:
+            for handle in self.handles.values():
+                handle.switch(True)
+
+    def detach(self) -> PreTrainedModel:
+        """Takes every memory out and returns the model, which is its base again."""
+        (model,) = self._owner
+        for handle in self.handles.values():
+            handle.detach()
+        self._entrance.remove()
+        del model.memory
+        model.__class__ = type(model).__bases__[1]
+        return model
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What was read so far, as tensors; give it to `load_state` to go on from there."""
+        return {f"{name}.{key}": t for name, handle in self.handles.items() for key, t in handle.state().items()}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Goes on from where `state` was taken."""
+        for name, handle in self.handles.items():
+            own = name + "."
+            handle.load_state({key.removeprefix(own): t for key, t in state.items() if key.startswith(own)})
+
+
+class AugmentedModel(_Base):
+    """What a model's class gains while it has memories."""
+
+    memory: Memory
+
+    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Counts the prefix out of a KV cache that `generate` is handed to go on from."""
+        taken = getattr(kwargs.get("past_key_values"), "mnemic_prefix", 0)
+        if taken and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None:
+            kwargs["next_sequence_length"] += taken
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
+        """Writes the memories, and the base's weights if they were trained or can be had nowhere else, and a card."""
+        saving.save(self, Path(save_directory), super().save_pretrained, **kwargs)
+
+
+@functools.cache
+def _augmented_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass of `base` under the same name, so that configs and cards name the base's class."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, document_starts: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        with reading(document_starts):
+            return base.forward(self, *args, **kwargs)
+
+    own = inspect.signature(base.forward)
+    if "document_starts" not in own.parameters:
+        extra = inspect.Parameter("document_starts", inspect.Parameter.KEYWORD_ONLY, default=None)
+        ordered = list(own.parameters.values())
+        at = len(ordered) - (ordered[-1].kind is inspect.Parameter.VAR_KEYWORD)
+        forward.__signature__ = own.replace(parameters=[*ordered[:at], extra, *ordered[at:]])  # type: ignore
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (AugmentedModel, base), {"forward": forward, **names})
+
+
+def load(folder: str | Path, base: PreTrainedModel | None = None, check_base: bool = True) -> Any:
+    """The augmented model that `save_pretrained` wrote to `folder`.
+
+    The base comes from the folder if its weights are there, else from where it first came from; or give `base`.
+    `check_base=False` accepts a base with other weights than the memories were trained with.
+    """
+    folder = Path(folder)
+    record = saving.read_record(folder)
+    anatomy = Anatomy.from_dict(record["anatomy"]) if record["anatomy"] else None
+    base = saving.load_base(folder, record) if base is None else base
+    model = augment(base, *saving.read_configs(record), anatomy=anatomy)
+    saving.load_memory(model, folder, record, check_base)
+    return model

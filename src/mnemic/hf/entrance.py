@@ -1,0 +1,280 @@
+"""What goes into a model's stack: vectors put before the input, and the borders of documents.
+
+The vectors (a prefix) are taken out of the output again, and stay in the KV cache as its first entries, so that
+beams and batches carry them along like any other token. The sequence keeps its own positions: by position_ids the
+prefix stands before position 0 (rotary) or shares the first position (absolute tables, whose room it does not use);
+where positions follow the place in the input, distances between tokens do not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from mnemic.errors import UnsupportedModel, UsageError
+from mnemic.hf import masks
+from mnemic.hf.anatomy import Places
+from mnemic.hf.caches import pin
+
+_MARK = "mnemic_prefix"  # set on a KV cache: how many of its first entries are the prefix
+
+
+@dataclass
+class Prefix:
+    """Vectors to put before the input: `rows()` gives (m, d), `bias()` what to add to their scores, if anything."""
+
+    rows: Callable[[], torch.Tensor]
+    bias: Callable[[], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One forward of a stack that is under way."""
+
+    prefix: int
+    positions: torch.Tensor | None = None
+    mask_token: Token | None = None
+
+
+_call: ContextVar[_Call | None] = ContextVar("mnemic_call", default=None)
+_document_starts: ContextVar[torch.Tensor | None] = ContextVar("mnemic_document_starts", default=None)
+
+
+@contextlib.contextmanager
+def reading(document_starts: torch.Tensor | None) -> Iterator[None]:
+    """For the time of one forward, tells the stack where documents start."""
+    token = _document_starts.set(document_starts)
+    try:
+        yield
+    finally:
+        _document_starts.reset(token)
+
+
+class Entrance:
+    """The hooks on a model's stack (and on the decoder that reads an encoder's output)."""
+
+    def __init__(self, places: Places) -> None:
+        masks.install()
+        self.places = places
+        self.prefix: Prefix | None = None
+        self._slides = _slides(places.stack.config)
+        self._parameters = list(inspect.signature(places.stack.forward).parameters)
+        stack = places.stack
+        self._hooks = [
+            stack.register_forward_pre_hook(self._enter, with_kwargs=True),
+            stack.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+        ]
+        if isinstance(pooler := getattr(stack, "pooler", None), nn.Module):
+            self._hooks.append(pooler.register_forward_pre_hook(self._pool))
+        if "position_ids" not in self._parameters and isinstance(table := getattr(stack, "embed_positions", 0), nn.Module):
+            self._hooks.append(table.register_forward_pre_hook(self._place, with_kwargs=True))
+        if places.decoder is not None:
+            self._decoder_parameters = list(inspect.signature(places.decoder.forward).parameters)
+            self._hooks += [
+                places.decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True),
+                places.decoder.register_forward_hook(self._leave_decoder, with_kwargs=True, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Takes the hooks off again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- the stack ---------------------------------------------------------------------------------------------------
+
+    def _enter(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        starts = _document_starts.get()
+        cache = kwargs.get("past_key_values")
+        stored = getattr(cache, _MARK, 0)
+        if self.prefix is None and starts is None and not stored:
+            return None
+        kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        batch, length = inputs.shape[:2]
+        past = cache.get_seq_length() if cache is not None else 0
+        rows = self.prefix.rows() if self.prefix is not None and past == 0 else None
+        added = 0 if rows is None else len(rows)
+        _check(kwargs, cache, added)
+        if added and self.places.anatomy.positions == "relative":
+            _check_right_padded(kwargs.get("attention_mask"), type(stack).__name__)
+        kwargs["position_ids"] = positions = self._positions(kwargs, starts, batch, length, past - stored, inputs.device)
+        if added + stored:
+            mask = kwargs.get("attention_mask")
+            mask = inputs.new_ones(batch, past - stored + length, dtype=torch.long) if mask is None else mask
+            kwargs["attention_mask"] = torch.cat([mask.new_ones(batch, added + stored), mask], dim=1)
+        if rows is not None:
+            self._prepend(kwargs, rows, batch)
+            positions = kwargs["position_ids"]
+            self._pin(kwargs, added)
+        change = self._mask_change(starts, batch, added or stored, past)
+        token = masks.begin(change) if change is not None else None
+        _call.set(_Call(prefix=added, positions=positions, mask_token=token))
+        if "position_ids" not in self._parameters:
+            del kwargs["position_ids"]
+        return (), kwargs
+
+    def _leave(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        call = _call.get()
+        if call is None:
+            return output
+        _call.set(None)
+        if call.mask_token is not None:
+            masks.end(call.mask_token)
+        if not call.prefix or output is None:
+            return output
+        cache = getattr(output, "past_key_values", None) or kwargs.get("past_key_values")
+        if cache is not None:
+            setattr(cache, _MARK, call.prefix)
+        # the decoder of a sequence-to-sequence model reads the memory beside the sequence
+        return output if self.places.decoder is not None else _without(output, call.prefix)
+
+    def _prepend(self, kwargs: dict[str, Any], rows: torch.Tensor, batch: int) -> None:
+        places, m = self.places, len(rows)
+        embeds = kwargs.pop("inputs_embeds", None)
+        if embeds is None:
+            # some stacks scale after looking up and would leave given embeddings unscaled
+            embeds = places.embeddings(kwargs["input_ids"]) * getattr(places.stack, "embed_scale", 1.0)
+        kwargs["input_ids"] = None
+        kwargs["inputs_embeds"] = torch.cat([rows.to(embeds.dtype).expand(batch, -1, -1), embeds], dim=1)
+        if (kinds := kwargs.get("token_type_ids")) is not None:
+            kwargs["token_type_ids"] = torch.cat([kinds.new_zeros(batch, m), kinds], dim=1)
+        if (positions := kwargs["position_ids"]) is not None:
+            before = torch.arange(-m, 0, device=positions.device)
+            if places.anatomy.positions == "absolute":
+                before = torch.full_like(before, self._first_position())
+            kwargs["position_ids"] = torch.cat([before.expand(len(positions), -1), positions], dim=1)
+
+    def _pin(self, kwargs: dict[str, Any], count: int) -> None:
+        """Sees to it that sliding windows in the KV cache do not move past the prefix."""
+        if not self._slides or self.places.anatomy.kind != "causal":
+            return
+        config: Any = self.places.stack.config
+        use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+        if kwargs.get("past_key_values") is None and use_cache:
+            kwargs["past_key_values"] = DynamicCache(config=config)
+        if kwargs.get("past_key_values") is not None:
+            pin(kwargs["past_key_values"], count)
+
+    def _mask_change(
+        self, starts: torch.Tensor | None, batch: int, prefix: int, past: int
+    ) -> masks.MaskChange | None:
+        bias = self.prefix.bias() if self.prefix is not None and prefix else None
+        if bias is None and starts is None and not (prefix and self._slides):
+            return None
+        documents = None
+        if starts is not None:
+            if past:
+                raise UsageError("document_starts needs an empty KV cache: begin with a new one at each segment")
+            numbers = starts.cumsum(1)
+            documents = torch.cat([numbers.new_full((batch, prefix), -1), numbers], dim=1)
+        return masks.MaskChange(prefix, bias, documents, bidirectional=self.places.anatomy.kind != "causal")
+
+    # -- positions ---------------------------------------------------------------------------------------------------
+
+    def _first_position(self) -> int:
+        # RoBERTa counts from behind its padding index
+        return self.places.stack.config.pad_token_id + 1 if self._type == "roberta" else 0  # type: ignore
+
+    @property
+    def _type(self) -> str:
+        return getattr(self.places.stack.config, "model_type", "")  # type: ignore
+
+    def _positions(
+        self, kwargs: dict[str, Any], starts: torch.Tensor | None, batch: int, length: int, past: int, device: Any
+    ) -> torch.Tensor | None:
+        """The positions the sequence would have had in the base model; they restart where documents start."""
+        if starts is not None and (self.places.anatomy.kind != "causal" or not self.places.positions_by_id):
+            why = "places tokens by where they stand in the input" if self.places.anatomy.kind == "causal" else "is not causal"
+            raise UnsupportedModel(
+                f"{type(self.places.stack).__name__} {why}, so documents in one row cannot be kept apart: "
+                "give each document a row of its own and no document_starts"
+            )
+        if not self.places.positions_by_id:
+            return None
+        if (given := kwargs.get("position_ids")) is not None:
+            return given.expand(batch, -1) if given.ndim == 2 else given.expand(batch, length)
+        places = torch.arange(past, past + length, device=device).expand(batch, -1)
+        if starts is not None:
+            first = torch.where(starts, places, torch.zeros_like(places)).cummax(1).values
+            return places - first
+        mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
+        if self._type == "opt" and mask is not None:
+            return (mask.cumsum(1) * mask - 1).long()[:, past:]
+        if self._type == "roberta":
+            padding = self.places.stack.config.pad_token_id  # type: ignore
+            real = ids.ne(padding) if ids is not None else torch.ones_like(places)
+            return (real.cumsum(1) + past) * real + padding
+        return places
+
+    def _place(self, table: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        call = _call.get()
+        if call is None or call.positions is None:
+            return None
+        return args, {**kwargs, "position_ids": call.positions[0]}
+
+    def _pool(self, pooler: nn.Module, args: tuple) -> tuple | None:
+        call = _call.get()
+        return (args[0][:, call.prefix :], *args[1:]) if call is not None and call.prefix else None
+
+    # -- the decoder of a sequence-to-sequence model -----------------------------------------------------------------
+
+    def _enter_decoder(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        kwargs = {**dict(zip(self._decoder_parameters, args, strict=False)), **kwargs}
+        source, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
+        if source is None:
+            return None
+        added = source.shape[1] - mask.shape[1] if mask is not None else 0
+        if added:
+            kwargs["encoder_attention_mask"] = torch.cat([mask.new_ones(len(mask), added), mask], dim=1)
+        bias = self.prefix.bias() if self.prefix is not None and (added or mask is None) else None
+        change = masks.MaskChange(len(bias), bias, cross=True) if bias is not None else None
+        _call.set(_Call(prefix=0, mask_token=masks.begin(change) if change is not None else None))
+        return (), kwargs
+
+    def _leave_decoder(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        call = _call.get()
+        if call is not None:
+            _call.set(None)
+            if call.mask_token is not None:
+                masks.end(call.mask_token)
+        return output
+
+
+def _slides(config: Any) -> bool:
+    """Whether some layers see only a window."""
+    kinds = getattr(config, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
+
+
+def _check(kwargs: dict[str, Any], cache: Any, added: int) -> None:
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (isinstance(mask, dict) or mask.ndim != 2):
+        raise UsageError("with a memory the attention_mask must be (batch, length): the memory extends it by itself")
+    if added and getattr(cache, "is_compileable", False):
+        raise UsageError("a static KV cache has no room for memory tokens: leave cache_implementation at its default")
+
+
+def _check_right_padded(mask: torch.Tensor | None, name: str) -> None:
+    if mask is not None and not mask[:, 0].all():
+        raise UnsupportedModel(
+            f"{name} counts distances by place in the input, so padding on the left would come between the memory and the "
+            "sequence: pad on the right (tokenizer.padding_side = 'right')"
+        )
+
+
+def _without(output: Any, count: int) -> Any:
+    """The output of a stack without its first `count` positions; attention maps keep them."""
+    if isinstance(output, tuple):
+        return (output[0][:, count:], *output[1:])
+    output["last_hidden_state"] = output["last_hidden_state"][:, count:]
+    if output.get("hidden_states") is not None:
+        output["hidden_states"] = tuple(h[:, count:] for h in output["hidden_states"])
+    return output

@@ -1,0 +1,89 @@
+"""Changes to a model's attention masks, for the time of one forward: memory columns and document borders.
+
+Every supported architecture asks transformers' mask interface for its masks, sliding windows and padding
+included. The functions registered there are wrapped once; the wrapper does nothing unless a stack that is
+running right now (in this thread or task) has asked for a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
+
+
+@dataclass(frozen=True)
+class MaskChange:
+    """What to change in the masks of the stack that is running."""
+
+    prefix: int = 0
+    """The first so many keys are seen by the whole sequence, whatever the window or the document."""
+    bias: torch.Tensor | None = None
+    """(prefix,) added to the scores of those keys."""
+    documents: torch.Tensor | None = None
+    """(batch, length) number of the document of each position, the prefix's included; others are not seen."""
+    bidirectional: bool = False
+    """Whether the prefix sees the whole sequence, whatever the window."""
+    cross: bool = False
+    """Whether the keys are an encoder's output; the stack's own masks are left alone."""
+
+
+_active: ContextVar[MaskChange | None] = ContextVar("mnemic_mask_change", default=None)
+begin, end = _active.set, _active.reset
+
+
+def install() -> None:
+    """Wraps transformers' mask functions; safe to call again."""
+    for name in ("sdpa", "eager"):
+        function = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        if not hasattr(function, "unchanged"):
+            ALL_MASK_ATTENTION_FUNCTIONS[name] = _changeable(function)
+
+
+def _changeable(unchanged: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+    def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        change = _active.get()
+        if change is None or (change.cross and kwargs.get("mask_function") is not bidirectional_mask_function):
+            return unchanged(*args, **kwargs)
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        own = unchanged(*args, **kwargs)
+        return None if own is None else _changed(change, own, **kwargs)
+
+    mask.unchanged = unchanged  # type: ignore[attr-defined]
+    return mask
+
+
+def _changed(
+    change: MaskChange,
+    mask: torch.Tensor,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    **_: Any,
+) -> torch.Tensor:
+    """The additive mask (batch, 1, q, kv) with the change in it; the prefix is always the first keys."""
+    visible = (mask if mask.dtype == torch.bool else mask == 0).expand(-1, -1, q_length, kv_length).clone()
+    in_prefix = max(change.prefix - q_offset, 0)  # how many of the queries belong to the prefix
+    if change.documents is not None:
+        queries = change.documents[:, q_offset : q_offset + q_length, None]
+        keys = change.documents[:, None, kv_offset : kv_offset + kv_length]
+        visible &= (keys == queries)[:, None]
+    if not change.cross:
+        visible[:, :, in_prefix:, : change.prefix] = True
+        if change.bidirectional and in_prefix:
+            everything = torch.ones_like(visible[:, :, :1])
+            if attention_mask is not None:
+                everything &= attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
+            visible[:, :, :in_prefix] = everything
+    additive = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    additive = additive.masked_fill(~visible, torch.finfo(dtype).min)
+    if change.bias is None:
+        return additive
+    return additive + torch.nn.functional.pad(change.bias.to(dtype), (0, kv_length - change.prefix))

@@ -1,0 +1,30 @@
+"""Memory tokens go before the input of the model's stack (of a sequence-to-sequence model: its encoder)."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from mnemic.hf.anatomy import Places
+from mnemic.hf.entrance import Entrance, Prefix
+from mnemic.memories.base import Handle
+from mnemic.memories.tokens.config import MemoryTokens
+from mnemic.memories.tokens.layer import MemoryTokenLayer
+
+
+class Attached(Handle):
+    """Memory tokens in one model."""
+
+    def __init__(self, config: MemoryTokens, layer: MemoryTokenLayer, entrance: Entrance) -> None:
+        super().__init__(config)
+        self.layer = layer
+        self._entrance = entrance
+        self.switch(True)
+
+    @classmethod
+    def attach(cls, config: MemoryTokens, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
+        inputs = places.sample_inputs()
+        layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated)
+        return cls(config, layer.to(inputs.device), entrance)
+
+    def switch(self, on: bool) -> None:
+        self._entrance.prefix = Prefix(rows=self.layer, bias=self.layer.bias) if on else None

@@ -1,0 +1,40 @@
+"""The mathematics of memory tokens, in plain torch (Memory Transformer, arXiv 2006.11527, section 2.2).
+
+    X^{mem+seq} = [X^mem ; X^seq]        X^mem: (m, d), trained;  X^seq: (n, d)
+
+The extended sequence goes through the model's own layers. With a gate g_j for each memory token, its weight in every
+softmax is multiplied by g_j:
+
+    A_ij = g_j exp(s_ij) / (sum_{k in mem} g_k exp(s_ik) + sum_{k in seq} exp(s_ik))
+
+which is log g_j added to the score s_ij. At g = 0 the sequence does not read the memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+CLOSED = 1e-20  # the gate's start: no mass that a float32 sum would show, yet d log g / d g = 1 / g keeps the gradient whole
+
+
+class MemoryTokenLayer(nn.Module):
+    """m distinct trainable vectors of width d, drawn with the spread of the model's own embeddings."""
+
+    def __init__(self, count: int, width: int, spread: float = 0.02, gated: bool = False) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.randn(count, width) * spread)
+        self.gate = nn.Parameter(torch.full((count,), CLOSED)) if gated else None
+
+    def forward(self) -> torch.Tensor:
+        """X^mem, (m, d)."""
+        return self.vectors
+
+    def bias(self) -> torch.Tensor | None:
+        """log g, (m,): what is added to the scores of the memory's keys; None without a gate.
+
+        Below CLOSED the value stays at log CLOSED while the gradient passes, so that a gate can always open.
+        """
+        if self.gate is None:
+            return None
+        return (self.gate + (self.gate.clamp(min=CLOSED) - self.gate).detach()).log()

@@ -1,0 +1,171 @@
+"""An augmented model on disk.
+
+    memory.json          schema, library version, each memory's settings, the base and its fingerprint, checksums
+    model*.safetensors   the memories' weights; the base's too if they were trained or can be had nowhere else
+    config.json, ...     what transformers writes beside the base's weights, only if those are here
+    README.md            the model card
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save as to_safetensors
+from transformers import PreTrainedModel
+
+import mnemic
+from mnemic.errors import DamagedError, UsageError
+from mnemic.files import additions, checksum, safe_join, write_bytes, write_text
+from mnemic.hf.fingerprint import MEMORY, fingerprint
+from mnemic.memories import registry
+from mnemic.memories.config import MemoryConfig
+
+SCHEMA = 1
+RECORD, WEIGHTS, CARD = "memory.json", "model.safetensors", "README.md"
+
+
+def save(model: Any, folder: Path, save_whole: Callable[..., None], **options: Any) -> None:
+    """Writes an augmented model; `save_whole` is transformers' own save_pretrained."""
+    if not options.pop("is_main_process", True):
+        return
+    if options.pop("push_to_hub", False):
+        raise UsageError("save_pretrained(push_to_hub=True) is not supported with a memory: use model.push_to_hub(name)")
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file: save_pretrained() needs a folder")
+    state = options.pop("state_dict", None) or model.state_dict()
+    base = {
+        "class": type(model).__name__,
+        "name_or_path": model.config._name_or_path,
+        "fingerprint": fingerprint(model),
+    }
+    base["included"] = base["fingerprint"] != model.memory.base_fingerprint or not base["name_or_path"]
+    with additions(folder, last=RECORD) as temporary:
+        if base["included"]:
+            save_whole(temporary, state_dict=state, **options)
+        else:
+            memory = {name: tensor.contiguous() for name, tensor in state.items() if name.startswith(MEMORY)}
+            write_bytes(temporary / WEIGHTS, to_safetensors(memory, metadata={"format": "pt"}))
+        record = {
+            "schema": SCHEMA,
+            "mnemic": mnemic.__version__,
+            "transformers": transformers.__version__,
+            "memories": [{"memory": config.memory(), **config.to_dict()} for config in model.memory.configs],
+            "anatomy": model.memory.anatomy and model.memory.anatomy.to_dict(),
+            "base": base,
+            "checksums": {file.name: checksum(file) for file in sorted(temporary.glob("*.safetensors"))},
+        }
+        write_text(temporary / CARD, card(model, record))
+        write_text(temporary / RECORD, json.dumps(record, indent=2) + "\n")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The content of memory.json."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{folder} holds no augmented model ({RECORD} is missing): give a folder that save_pretrained() wrote"
+        ) from None
+    except ValueError as error:
+        raise DamagedError(f"{folder / RECORD} is damaged ({error}): save the model again") from None
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{folder / RECORD} was written by another version of mnemic: this one reads schema {SCHEMA}"
+        )
+    if missing := {"memories", "base", "anatomy", "checksums"} - record.keys():
+        raise DamagedError(f"{folder / RECORD} is damaged ({', '.join(sorted(missing))} missing): save the model again")
+    return record
+
+
+def read_configs(record: dict[str, Any]) -> list[MemoryConfig]:
+    """The settings of each memory in a record."""
+    configs = []
+    for values in record["memories"]:
+        values = dict(values)
+        configs.append(registry().load(values.pop("memory")).from_dict(values))
+    return configs
+
+
+def load_base(folder: Path, record: dict[str, Any]) -> PreTrainedModel:
+    """The base model, from the folder or from where it first came from."""
+    base = record["base"]
+    name = base["class"]
+    kind = getattr(transformers, name, None) or getattr(mnemic.models, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise UsageError(f"transformers {transformers.__version__} has no model class {name!r}: load(folder, base=model)")
+    ours = type(name, (kind,), {"_keys_to_ignore_on_load_unexpected": [rf"^{MEMORY}"], "__module__": kind.__module__})
+    source = folder if base["included"] else base["name_or_path"]
+    try:
+        model = ours.from_pretrained(source)
+    except OSError as error:
+        raise UsageError(
+            f"the base model {source} of {folder} could not be loaded ({str(error).splitlines()[0]}): "
+            "make it available or pass it, load(folder, base=model)"
+        ) from None
+    model.__class__ = kind
+    return model
+
+
+def load_memory(model: Any, folder: Path, record: dict[str, Any], check_base: bool) -> None:
+    """Fills an augmented model's memories from a folder, after checking that files and base are the ones recorded."""
+    if check_base and model.memory.base_fingerprint != record["base"]["fingerprint"]:
+        raise UsageError(
+            f"the memories in {folder} were trained with other base weights ({record['base']['class']} from "
+            f"{record['base']['name_or_path'] or folder}): pass the right base, or check_base=False to go on regardless"
+        )
+    state: dict[str, torch.Tensor] = {}
+    for name, expected in record["checksums"].items():
+        path = safe_join(folder, name)
+        if not path.is_file() or checksum(path) != expected:
+            raise DamagedError(f"{path} is missing or was altered since it was saved: restore it or save the model again")
+        with safe_open(path, framework="pt") as file:
+            state |= {key: file.get_tensor(key) for key in file.keys() if key.startswith(MEMORY)}  # noqa: SIM118
+    own = {name for name in model.state_dict() if name.startswith(MEMORY)}
+    if own != state.keys():
+        raise DamagedError(f"{folder}: the weights of {', '.join(sorted(own ^ state.keys()))} do not fit {RECORD}")
+    model.load_state_dict(state, strict=False)
+
+
+def card(model: Any, record: dict[str, Any]) -> str:
+    """The model card, filled in."""
+    base = record["base"]
+    count = {True: 0, False: 0}
+    for name, parameter in model.named_parameters():
+        count[name.startswith(MEMORY)] += parameter.numel()
+    settings = "\n".join(
+        f"| {values['memory']} | {key} | {value} | {config.help()[key]} |"
+        for values, config in zip(record["memories"], model.memory.configs, strict=True)
+        for key, value in values.items()
+        if key not in ("memory", "schema")
+    )
+    link = f"base_model: {base['name_or_path']}\n" if base["name_or_path"] and not base["included"] else ""
+    return f"""---
+library_name: mnemic
+{link}tags:
+- mnemic
+{"".join(f"- {values['memory']}{chr(10)}" for values in record["memories"])}---
+
+# {base["class"]} with a memory
+
+`{base["class"]}` ({base["name_or_path"] or "made from a config"}), given a memory with mnemic {record["mnemic"]}.
+
+| memory | setting | value | meaning |
+|---|---|---|---|
+{settings}
+
+- Parameters: {count[True]:,} in the memory, {count[False]:,} in the base.
+- The base's weights are {"in this folder" if base["included"] else "not here: they were not trained"}.
+- Fingerprint of the base: `{base["fingerprint"]}`.
+
+```python
+import mnemic
+
+model = mnemic.load("path/to/this/folder")
+```
+"""
