@@ -8,6 +8,8 @@ import torch
 import transformers as hf
 from transformers import PreTrainedModel
 
+from mnemic import models as ours
+
 VOCABULARY, PAD, EOS, START = 48, 0, 1, 2
 
 _SMALL = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": START}
@@ -35,6 +37,8 @@ _BART = _SMALL | {
     "dropout": 0.0,
     "tie_word_embeddings": True,
 }
+
+_OURS = _SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 
 ARCHITECTURES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "gpt2": (
@@ -119,6 +123,21 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     ),
     "bart": (hf.BartForConditionalGeneration, hf.BartConfig(**_BART)),
     "marian": (hf.MarianMTModel, hf.MarianConfig(**_BART, scale_embedding=True)),
+    **{
+        f"mnemic-{position}": (
+            ours.MnemicDecoderForCausalLM,
+            ours.MnemicDecoderConfig(**_OURS, num_hidden_layers=2, position=position),
+        )
+        for position in ("t5", "xl", "rotary", "sinusoidal")
+    },
+    "mnemic-adaptive": (
+        ours.MnemicDecoderForCausalLM,
+        ours.MnemicDecoderConfig(**_OURS, num_hidden_layers=2, adaptive_cutoffs=[16, 32], adaptive_factor=2),
+    ),
+    "mnemic-encoder-decoder": (
+        ours.MnemicEncoderDecoderForConditionalGeneration,
+        ours.MnemicEncoderDecoderConfig(**_OURS, encoder_layers=2, decoder_layers=2, decoder_start_token_id=START),
+    ),
 }
 
 

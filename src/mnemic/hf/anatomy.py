@@ -77,7 +77,7 @@ ARCHITECTURES: dict[str, Anatomy] = {
     "bart": _BART,
     "marian": _BART,
     "mnemic-decoder": _LLAMA,
-    "mnemic-encoder-decoder": Anatomy(kind="seq2seq", stack="encoder", decoder="decoder", positions="absolute"),
+    "mnemic-encoder-decoder": Anatomy(kind="seq2seq", stack="encoder", decoder="decoder"),
 }
 
 
@@ -98,7 +98,7 @@ class Places:
     def sample_inputs(self, count: int = 1024) -> torch.Tensor:
         """The input vectors of the first tokens of the vocabulary, (count, width), scaled as the stack sees them."""
         weight = next(self.embeddings.parameters())
-        size = getattr(self.embeddings, "num_embeddings", count)
+        size: int = self.stack.config.vocab_size  # type: ignore
         vectors = self.embeddings(torch.arange(min(count, size), device=weight.device)[None])[0]
         return vectors.float() * getattr(self.stack, "embed_scale", 1.0)
 
