@@ -69,7 +69,9 @@ def test_trainer_resumes_with_its_memory(frozen: bool, tmp_path: Path) -> None:
     straight, first, second = fresh(), fresh(), fresh()
     trainer(straight, tmp_path / "straight", steps=20).train()
     trainer(first, tmp_path / "stopped", steps=10).train()
-    trainer(second, tmp_path / "stopped", steps=20).train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-10"))
+    trainer(second, tmp_path / "stopped", steps=20).train(
+        resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-10")
+    )
     restored = mnemic.load(tmp_path / "stopped/checkpoint-10")
     torch.testing.assert_close(restored.memory.state_dict(), first.memory.state_dict())
     assert (first.memory.tokens.layer.vectors - fresh().memory.tokens.layer.vectors).abs().max() > 1e-3

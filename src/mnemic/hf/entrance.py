@@ -67,6 +67,7 @@ class Entrance:
         self.prefix: Prefix | None = None
         self._slides = _slides(places.stack.config)
         self._parameters = list(inspect.signature(places.stack.forward).parameters)
+        self._native = "document_starts" in self._parameters
         stack = places.stack
         self._hooks = [
             stack.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -91,34 +92,40 @@ class Entrance:
     # -- the stack ---------------------------------------------------------------------------------------------------
 
     def _enter(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        starts = _document_starts.get()
-        cache = kwargs.get("past_key_values")
-        stored = getattr(cache, _MARK, 0)
-        if self.prefix is None and starts is None and not stored:
-            return None
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-        batch, length = inputs.shape[:2]
-        past = cache.get_seq_length() if cache is not None else 0
+        given = kwargs.pop("document_starts", None)
+        starts = _document_starts.get() if given is None else given
+        cache = self._cache(kwargs)
+        stored = getattr(cache, _MARK, 0)
+        streams = hasattr(cache, "prefix")  # our own XL cache: it keeps no prefix, so each segment brings its own
+        past = cache.get_seq_length() if cache is not None and not streams else 0
         rows = self.prefix.rows() if self.prefix is not None and past == 0 else None
         added = 0 if rows is None else len(rows)
+        if streams:
+            cache.prefix = added
+        if not added + stored and (starts is None or self._native):
+            return (), kwargs | ({"document_starts": starts} if self._native else {})
         _check(kwargs, cache, added)
         if added and self.places.anatomy.positions == "relative":
             _check_right_padded(kwargs.get("attention_mask"), type(stack).__name__)
-        kwargs["position_ids"] = positions = self._positions(kwargs, starts, batch, length, past - stored, inputs.device)
-        if added + stored:
-            mask = kwargs.get("attention_mask")
-            mask = inputs.new_ones(batch, past - stored + length, dtype=torch.long) if mask is None else mask
+        inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        batch, length = inputs.shape[:2]
+        if not streams:
+            kwargs["position_ids"] = self._positions(kwargs, starts, batch, length, past - stored, inputs.device)
+            if kwargs.get("attention_mask") is None:  # or transformers would look for packed rows in the positions
+                kwargs["attention_mask"] = inputs.new_ones(batch, past - stored + length, dtype=torch.long)
+        if (mask := kwargs.get("attention_mask")) is not None:
             kwargs["attention_mask"] = torch.cat([mask.new_ones(batch, added + stored), mask], dim=1)
         if rows is not None:
             self._prepend(kwargs, rows, batch)
-            positions = kwargs["position_ids"]
-            self._pin(kwargs, added)
-        change = self._mask_change(starts, batch, added or stored, past)
+        if streams:
+            change = self._streaming(kwargs, starts, batch, added, cache.length)
+        else:
+            change = self._mask_change(starts, batch, added or stored, past)
         token = masks.begin(change) if change is not None else None
-        _call.set(_Call(prefix=added, positions=positions, mask_token=token))
+        _call.set(_Call(prefix=added, positions=kwargs.get("position_ids"), mask_token=token))
         if "position_ids" not in self._parameters:
-            del kwargs["position_ids"]
+            kwargs.pop("position_ids", None)
         return (), kwargs
 
     def _leave(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -130,8 +137,8 @@ class Entrance:
             masks.end(call.mask_token)
         if not call.prefix or output is None:
             return output
-        cache = getattr(output, "past_key_values", None) or kwargs.get("past_key_values")
-        if cache is not None:
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None and not hasattr(cache, "prefix"):
             setattr(cache, _MARK, call.prefix)
         # the decoder of a sequence-to-sequence model reads the memory beside the sequence
         return output if self.places.decoder is not None else _without(output, call.prefix)
@@ -146,22 +153,36 @@ class Entrance:
         kwargs["inputs_embeds"] = torch.cat([rows.to(embeds.dtype).expand(batch, -1, -1), embeds], dim=1)
         if (kinds := kwargs.get("token_type_ids")) is not None:
             kwargs["token_type_ids"] = torch.cat([kinds.new_zeros(batch, m), kinds], dim=1)
-        if (positions := kwargs["position_ids"]) is not None:
+        if (positions := kwargs.get("position_ids")) is not None:
             before = torch.arange(-m, 0, device=positions.device)
             if places.anatomy.positions == "absolute":
                 before = torch.full_like(before, self._first_position())
             kwargs["position_ids"] = torch.cat([before.expand(len(positions), -1), positions], dim=1)
 
-    def _pin(self, kwargs: dict[str, Any], count: int) -> None:
-        """Sees to it that sliding windows in the KV cache do not move past the prefix."""
-        if not self._slides or self.places.anatomy.kind != "causal":
-            return
+    def _cache(self, kwargs: dict[str, Any]) -> Any:
+        """The KV cache of this forward, made here where the prefix must be provided for, with its first entries pinned."""
+        cache = kwargs.get("past_key_values")
+        if self.prefix is None or self.places.anatomy.kind != "causal":
+            return cache
         config: Any = self.places.stack.config
-        use_cache = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
-        if kwargs.get("past_key_values") is None and use_cache:
-            kwargs["past_key_values"] = DynamicCache(config=config)
-        if kwargs.get("past_key_values") is not None:
-            pin(kwargs["past_key_values"], count)
+        xl_length = getattr(config, "xl_length", 0)
+        if cache is None and (self._slides or xl_length):
+            inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+            if config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]:
+                cache = self.places.stack.new_cache(len(inputs)) if xl_length else DynamicCache(config=config)  # type: ignore
+                kwargs["past_key_values"] = cache
+        if cache is not None and self._slides and cache.get_seq_length() == 0:
+            pin(cache, len(self.prefix.rows()))
+        return cache
+
+    def _streaming(
+        self, kwargs: dict[str, Any], starts: torch.Tensor | None, batch: int, added: int, cached: int
+    ) -> masks.MaskChange | None:
+        """With an XL cache the model keeps documents apart by itself; the prefix stands behind the cached keys."""
+        if starts is not None:
+            kwargs["document_starts"] = torch.cat([starts.new_zeros(batch, added), starts], dim=1)
+        bias = self.prefix.bias() if self.prefix is not None else None
+        return None if bias is None else masks.MaskChange(added, bias, first=cached)
 
     def _mask_change(
         self, starts: torch.Tensor | None, batch: int, prefix: int, past: int
@@ -175,7 +196,7 @@ class Entrance:
                 raise UsageError("document_starts needs an empty KV cache: begin with a new one at each segment")
             numbers = starts.cumsum(1)
             documents = torch.cat([numbers.new_full((batch, prefix), -1), numbers], dim=1)
-        return masks.MaskChange(prefix, bias, documents, bidirectional=self.places.anatomy.kind != "causal")
+        return masks.MaskChange(prefix, bias, documents=documents, bidirectional=self.places.anatomy.kind != "causal")
 
     # -- positions ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +227,7 @@ class Entrance:
             first = torch.where(starts, places, torch.zeros_like(places)).cummax(1).values
             return places - first
         mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
-        if self._type == "opt" and mask is not None:
+        if mask is not None and self._type in ("opt", "mnemic-decoder", "mnemic-encoder-decoder"):
             return (mask.cumsum(1) * mask - 1).long()[:, past:]
         if self._type == "roberta":
             padding = self.places.stack.config.pad_token_id  # type: ignore

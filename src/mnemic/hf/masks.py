@@ -21,9 +21,11 @@ class MaskChange:
     """What to change in the masks of the stack that is running."""
 
     prefix: int = 0
-    """The first so many keys are seen by the whole sequence, whatever the window or the document."""
+    """So many keys at the beginning are seen by the whole sequence, whatever the window or the document."""
     bias: torch.Tensor | None = None
     """(prefix,) added to the scores of those keys."""
+    first: int = 0
+    """Where those keys begin: behind the cached ones if a model keeps them in front."""
     documents: torch.Tensor | None = None
     """(batch, length) number of the document of each position, the prefix's included; others are not seen."""
     bidirectional: bool = False
@@ -68,7 +70,7 @@ def _changed(
     dtype: torch.dtype = torch.float32,
     **_: Any,
 ) -> torch.Tensor:
-    """The additive mask (batch, 1, q, kv) with the change in it; the prefix is always the first keys."""
+    """The additive mask (batch, 1, q, kv) with the change in it."""
     visible = (mask if mask.dtype == torch.bool else mask == 0).expand(-1, -1, q_length, kv_length).clone()
     in_prefix = max(change.prefix - q_offset, 0)  # how many of the queries belong to the prefix
     if change.documents is not None:
@@ -76,7 +78,7 @@ def _changed(
         keys = change.documents[:, None, kv_offset : kv_offset + kv_length]
         visible &= (keys == queries)[:, None]
     if not change.cross:
-        visible[:, :, in_prefix:, : change.prefix] = True
+        visible[:, :, in_prefix:, change.first : change.first + change.prefix] = True
         if change.bidirectional and in_prefix:
             everything = torch.ones_like(visible[:, :, :1])
             if attention_mask is not None:
@@ -86,4 +88,5 @@ def _changed(
     additive = additive.masked_fill(~visible, torch.finfo(dtype).min)
     if change.bias is None:
         return additive
-    return additive + torch.nn.functional.pad(change.bias.to(dtype), (0, kv_length - change.prefix))
+    after = kv_length - change.first - change.prefix
+    return additive + torch.nn.functional.pad(change.bias.to(dtype), (change.first, after))

@@ -24,7 +24,11 @@ def test_places_are_found(name: str) -> None:
     assert (places.decoder is not None) == model.config.is_encoder_decoder
     for attention in places.attention:
         assert any(isinstance(part, nn.Linear) or "Conv1D" in type(part).__name__ for part in attention.modules())
-    inside = {id(p) for module in [*places.attention, *(m for ff in places.feed_forward for m in ff)] for p in module.parameters()}
+    inside = {
+        id(p)
+        for module in [*places.attention, *(m for ff in places.feed_forward for m in ff)]
+        for p in module.parameters()
+    }
     linear = {id(p) for block in places.blocks for p in block.parameters() if p.ndim == 2}
     cross = {id(p) for n, p in model.named_parameters() if "cross" in n or "EncDec" in n}
     assert linear - cross <= inside
@@ -67,5 +71,7 @@ def test_an_unknown_architecture_can_be_described() -> None:
 
 
 def test_a_wrong_description_says_what_is_there() -> None:
-    with pytest.raises(UnsupportedModel, match=r"looked for its blocks at 'h' inside LlamaModel.*it has: embed_tokens, layers"):
+    with pytest.raises(
+        UnsupportedModel, match=r"looked for its blocks at 'h' inside LlamaModel.*it has: embed_tokens, layers"
+    ):
         mnemic.augment(build("llama"), mnemic.MemoryTokens(), anatomy=mnemic.Anatomy(blocks="h"))

@@ -1,0 +1,276 @@
+"""The training loop: gradients, precision, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mnemic
+from mnemic.errors import MnemicError, UsageError
+from mnemic.files import lock
+from mnemic.train.checkpoints import checkpoint_steps, load_newest
+from mnemic.train.loop import Loop
+from mnemic.train.schedules import learning_rate
+
+
+def log_of(out: str) -> list[dict]:
+    return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+
+
+def gradients(loop: Loop, steps: int) -> list[dict[str, torch.Tensor]]:
+    """The gradients with which the optimiser was called, step by step."""
+    seen: list[dict[str, torch.Tensor]] = []
+    loop.optimizer.register_step_pre_hook(
+        lambda *_: seen.append({name: p.grad.clone() for name, p in loop.parameters.items()})
+    )
+    loop.model.train()
+    for _ in range(steps):
+        loop.step(next(loop.stream))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["decoder", "gpt2", "bert"])
+def test_accumulation_gives_the_gradient_of_the_whole_batch(corpus, tokenizer, make_model, settings, kind, tmp_path):
+    """Rows differ in their number of targets, so a mean of means would be wrong; the XL cache is cut along."""
+    still = {"dropout": 0.0} if kind == "decoder" else {}
+    seen = []
+    for accumulate in (1, 2, 4):
+        model = make_model(kind, **still).double()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        config = settings(accumulate=accumulate, clip=0.0, out=str(tmp_path / f"{accumulate}"))
+        seen.append(gradients(Loop(model, tokenizer, corpus, config), steps=4))
+    for other in seen[1:]:
+        for one, two in zip(seen[0], other, strict=True):
+            for name in one:
+                torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-8)
+
+
+def test_the_gradient_is_that_of_the_mean_over_targets(corpus, tokenizer, make_model, settings):
+    model = make_model("gpt2").double()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    loop = Loop(model, tokenizer, corpus, settings(clip=0.0))
+    state = loop.stream.state_dict()
+    batch = next(loop.stream)
+    loop.stream.load_state_dict(state)
+    wanted = batch["targets"] != -100
+    logits = model(batch["input_ids"]).logits.log_softmax(-1)[wanted]
+    naive = -logits.gather(1, batch["targets"][wanted][:, None]).mean()
+    expected = torch.autograd.grad(naive, list(loop.parameters.values()))
+    (seen,) = gradients(loop, steps=1)
+    for got, right in zip(seen.values(), expected, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-8)
+
+
+def test_clipping(corpus, tokenizer, make_model, settings, tmp_path):
+    for clip, name in ((0.05, "clipped"), (0.0, "free")):
+        loop = Loop(make_model("gpt2"), tokenizer, corpus, settings(clip=clip, out=str(tmp_path / name)))
+        (seen,) = gradients(loop, steps=1)
+        norm = math.sqrt(sum(float(g.square().sum()) for g in seen.values()))
+        assert loop.norm > 0.05  # what is logged is the norm before clipping
+        assert norm == pytest.approx(clip or loop.norm, rel=1e-4)
+
+
+def test_it_learns_and_says_so(corpus, tokenizer, make_model, settings):
+    config = settings(steps=40, evaluate_every=20, log_every=10, checkpoint_every=20, seed=3, learning_rate=2e-2)
+    run = mnemic.train(make_model(), tokenizer, corpus, config)
+    report = json.loads((run.out / "report.json").read_text())
+    assert report == run.report
+    assert report["status"] == "finished"
+    assert (report["step"], report["seed"], report["data"]) == (40, 3, "tiny")
+    assert report["config"] == config.to_dict()
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["parameters"]["all"] == report["parameters"]["trained"] == make_model().num_parameters()
+    assert report["tokens_per_second"] == pytest.approx(report["tokens"] / report["seconds"])
+    assert [step for step, _ in run.losses] == [10, 20, 30, 40]
+    assert run.losses[-1][1] < run.losses[0][1] - 1
+    assert [entry["step"] for entry in report["evaluations"]] == [20, 40]
+    assert report["losses"][-1]["tokens"] == report["tokens"]
+    for step, entry in zip((10, 20, 30, 40), report["losses"], strict=True):
+        assert entry["learning_rate"] == learning_rate(step, config)
+    for name in ("model", "best"):
+        model = AutoModelForCausalLM.from_pretrained(run.out / name)
+        assert model.num_parameters() == make_model().num_parameters()
+        assert AutoTokenizer.from_pretrained(run.out / name)("abc")["input_ids"] == tokenizer("abc")["input_ids"]
+
+
+def test_a_line_of_the_log_is_the_mean_over_the_targets_since_the_line_before(
+    corpus, tokenizer, make_model, settings, tmp_path
+):
+    every = mnemic.train(make_model(), tokenizer, corpus, settings(out=str(tmp_path / "1"))).report["losses"]
+    third = mnemic.train(make_model(), tokenizer, corpus, settings(out=str(tmp_path / "3"), log_every=3)).losses
+    counts = [now["tokens"] - before for now, before in zip(every, [0, *(e["tokens"] for e in every)], strict=False)]
+    sums = [entry["loss"] * count for entry, count in zip(every, counts, strict=True)]
+    assert [loss for _, loss in third] == pytest.approx(
+        [sum(sums[:3]) / sum(counts[:3]), sum(sums[3:]) / sum(counts[3:])], rel=1e-9
+    )
+
+
+def test_evaluation_between_steps_changes_nothing(corpus, tokenizer, make_model, settings, tmp_path):
+    runs = [
+        mnemic.train(make_model(), tokenizer, corpus, settings(evaluate_every=every, out=str(tmp_path / str(every))))
+        for every in (0, 1)
+    ]
+    assert runs[0].losses == runs[1].losses
+    assert len(runs[1].report["evaluations"]) == 6
+
+
+def test_the_best_model_is_the_one_with_the_lowest_loss(corpus, tokenizer, make_model, settings):
+    model = make_model("gpt2")
+    run = mnemic.train(model, tokenizer, corpus, settings(evaluate_every=1, steps=12, learning_rate=0.3, warmup=6))
+    losses = [entry["loss"] for entry in run.report["evaluations"]]
+    best = 1 + losses.index(min(losses))
+    assert best < 12  # so large a rate spoils the model in the end
+    again = settings(evaluate_every=0, steps=12, learning_rate=0.3, warmup=6, out=str(run.out / "again"), keep=50)
+    again.checkpoint_every = 1
+    mnemic.train(make_model("gpt2"), tokenizer, corpus, again)
+    from safetensors.torch import load_file
+
+    kept = load_file(run.out / "best" / "model.safetensors")
+    step = load_file(run.out / "again" / "checkpoints" / f"step-{best:08d}" / "model.safetensors")
+    shared = kept.keys() & step.keys()
+    assert shared
+    assert all(torch.equal(kept[name], step[name]) for name in shared)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "bert"])
+def test_bf16(corpus, tokenizer, make_model, settings, kind, tmp_path):
+    seen = {}
+    for precision in ("float32", "bf16"):
+        model = make_model(kind)
+        config = settings(precision=precision, out=str(tmp_path / precision))
+        seen[precision] = [loss for _, loss in mnemic.train(model, tokenizer, corpus, config).losses]
+        assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert seen["bf16"] != seen["float32"]
+    assert seen["bf16"] == pytest.approx(seen["float32"], rel=0.02)
+
+
+def test_tensorboard_gets_what_the_log_has(corpus, tokenizer, make_model, settings):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = mnemic.train(make_model(), tokenizer, corpus, settings(trackers=["tensorboard"], evaluate_every=3))
+    events = EventAccumulator(str(run.out / "tracking"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(s, pytest.approx(v)) for s, v in run.losses]
+    assert [e.step for e in events.Scalars("valid_loss")] == [3, 6]
+
+
+def test_a_tracker_that_is_not_installed(corpus, tokenizer, make_model, settings, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"'wandb' is not installed: pip install 'mnemic\[track\]'"):
+        mnemic.train(make_model(), tokenizer, corpus, settings(trackers=["wandb"]))
+
+
+def test_only_the_memory_is_trained(corpus, tokenizer, make_model, settings):
+    model = make_model("gpt2")
+    model.memory = torch.nn.Module()
+    model.memory.bias = torch.nn.Parameter(torch.zeros(len(tokenizer)))
+    model.lm_head.register_forward_hook(lambda module, given, out: out + model.memory.bias)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run = mnemic.train(model, tokenizer, corpus, settings(trainable="memory"))
+    changed = [name for name, p in model.named_parameters() if not torch.equal(p, before[name])]
+    assert changed == ["memory.bias"]
+    assert run.report["parameters"]["trained"] == len(tokenizer)
+    checkpoint = load_newest(run.out / "checkpoints")
+    assert checkpoint is not None
+    assert all(name.startswith("memory.bias/") for name in checkpoint.tensors["optimizer"])
+
+
+def test_the_model_is_left_in_the_mode_it_was_in(corpus, tokenizer, make_model, settings):
+    model = make_model().eval()
+    model.model.layers[0].train()
+    before = [module.training for module in model.modules()]
+    mnemic.train(model, tokenizer, corpus, settings())
+    assert [module.training for module in model.modules()] == before
+
+
+def test_options_by_name_or_a_config_but_not_both(corpus, tokenizer, make_model, settings, tmp_path):
+    options = {"steps": 1, "batch_size": 2, "segment_length": 8, "out": str(tmp_path / "x")}
+    assert mnemic.train(make_model(), tokenizer, corpus, **options).report["step"] == 1
+    with pytest.raises(UsageError, match="not both"):
+        mnemic.train(make_model(), tokenizer, corpus, settings(), steps=3)
+
+
+def test_a_segment_longer_than_the_model_has_positions(corpus, tokenizer, make_model, settings):
+    with pytest.raises(UsageError, match="segment_length = 40, but GPT2LMHeadModel has 32 positions"):
+        mnemic.train(make_model("gpt2"), tokenizer, corpus, settings(segment_length=40))
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_spares_the_checkpoint(corpus, tokenizer, make_model, settings):
+    model, config = make_model("gpt2"), settings(steps=9)
+    calls = iter(range(100))
+    model.lm_head.register_forward_hook(lambda module, given, out: out * (float("nan") if next(calls) == 4 else 1.0))
+    with pytest.raises(MnemicError, match=r"broke down at step 5.*the checkpoint of step 3"):
+        mnemic.train(model, tokenizer, corpus, config)
+    checkpoint = load_newest(Path(config.out) / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+    assert all(tensor.isfinite().all() for tensor in checkpoint.tensors["model"].values())
+    assert [entry["step"] for entry in log_of(config.out)] == [1, 2, 3, 4]
+    assert json.loads((Path(config.out) / "report.json").read_text())["status"] == "broken down"
+
+
+INTERRUPTED = """
+import os, signal, sys
+from tests.crash import training_process
+from mnemic.train.loop import Loop
+
+step = Loop.step
+def with_interrupt(self, batch):
+    if self.progress.step == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+    step(self, batch)
+Loop.step = with_interrupt
+try:
+    training_process.train("gpt2", sys.argv[1])
+except KeyboardInterrupt as stop:
+    print(stop)
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(tmp_path):
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.startswith("stopped at step 6 of 14; all is saved in")
+    assert "resume = true" in done.stdout
+    assert checkpoint_steps(tmp_path / "run" / "checkpoints")[0] == 6
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_one_process_at_a_time(corpus, tokenizer, make_model, settings):
+    config = settings()
+    with lock(Path(config.out) / "lock", "the run"), pytest.raises(MnemicError, match="in use by another process"):
+        mnemic.train(make_model(), tokenizer, corpus, config)
+
+
+def test_a_full_disk_at_the_start_and_later(corpus, tokenizer, make_model, settings, small_disk):
+    with pytest.raises(MnemicError, match="the disk is full"):
+        mnemic.train(make_model(num_hidden_layers=40), tokenizer, corpus, settings(out=str(small_disk / "big")))
+    config = settings(out=str(small_disk / "run"), keep=50, checkpoint_every=1, steps=60)
+    with pytest.raises(MnemicError, match="the disk is full"):
+        mnemic.train(make_model(), tokenizer, corpus, config)
+    checkpoint = load_newest(small_disk / "run" / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.step > 0
+
+
+def test_a_folder_that_cannot_be_written(corpus, tokenizer, make_model, settings, read_only_disk):
+    with pytest.raises(MnemicError, match="no permission to write"):
+        mnemic.train(make_model(), tokenizer, corpus, settings(out=str(read_only_disk / "run")))
