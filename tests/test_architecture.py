@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,3 +136,17 @@ def test_user_facing_code_never_asserts_and_every_file_says_what_it_is(path: Pat
     asserts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     assert not asserts, f"{name(path)}:{asserts[0]} asserts; raise one of mnemic.errors"
     assert ast.get_docstring(tree), f"{name(path)} has no docstring"
+
+
+def test_every_dependency_has_a_lower_bound_and_a_pin() -> None:
+    """constraints.txt pins what is tested; pyproject.toml only says from where on."""
+    root = SOURCE.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    lines = [line for line in (root / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = dict(line.lower().replace("_", "-").split("==") for line in lines)
+    assert pins["torch"] == "2.13.0"
+    extras = project["optional-dependencies"]
+    tested = project["dependencies"] + [need for extra in ("dev", "serve", "tasks") for need in extras[extra]]
+    for need in tested + extras["milvus"] + extras["track"]:
+        assert re.fullmatch(r"[\w-]+>=[\d.]+", need), f"{need}: expected a lower bound and nothing else"
+    assert {need.split(">=")[0].lower() for need in tested} <= set(pins)

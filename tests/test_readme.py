@@ -1,4 +1,4 @@
-"""The README is run: its Python, its `mnemic` command lines, its links and its `make` targets.
+"""The README and the pages of docs/ are run: their Python, their `mnemic` command lines, links and `make` targets.
 
 A block after the comment `<!-- needs the hub -->` is only compiled. The blocks share one folder, as a reader's would.
 """
@@ -16,7 +16,9 @@ from mnemic.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"(<!-- needs the hub -->\n)?```(python|bash)\n(.*?)```", README, flags=re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+BLOCKS = re.findall(r"(<!-- needs the hub -->\n)?```(python|bash)\n(.*?)```", TEXT, flags=re.DOTALL)
 PYTHON = [(bool(hub), code) for hub, language, code in BLOCKS if language == "python"]
 COMMANDS = [
     line.partition(" #")[0].strip()
@@ -70,7 +72,7 @@ def test_every_make_target_named_exists() -> None:
 
 
 def test_every_link_leads_to_a_file() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -85,3 +87,28 @@ def test_the_corpora_named_are_those_there_are() -> None:
 
     sentence = re.search(r"or a name: (.*?)\.\n", README, flags=re.DOTALL)
     assert set(re.findall(r"`([^`]+)`", sentence[1])) == set(CORPORA)
+
+
+def test_the_page_of_models_names_what_the_source_does() -> None:
+    from mnemic.hf.anatomy import ARCHITECTURES, Anatomy
+
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    known, described = page.split("## Describing")
+    rows = re.findall(r"^\| (causal|masked|sequence to sequence) \| (.*) \|$", known, flags=re.MULTILINE)
+    named = {kind: set(re.findall(r"`([^`]+)`", names)) for kind, names in rows}
+    there = {"causal": "causal", "masked": "masked", "sequence to sequence": "seq2seq"}
+    assert named == {
+        words: {name for name, anatomy in ARCHITECTURES.items() if anatomy.kind == kind}
+        for words, kind in there.items()
+    }
+    for field, help in Anatomy.help().items():
+        assert f"| `{field}` | `{getattr(Anatomy(), field)!r}` | {help} |" in described
+
+
+def test_the_page_of_the_command_line_names_every_verb_and_section() -> None:
+    from mnemic.cli import VERBS
+    from mnemic.cli.list import SECTIONS
+
+    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE) == list(VERBS)
+    assert all(f"`{section}`" in page for section in SECTIONS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import math
 import tomllib
 import types
 import typing
@@ -19,7 +21,7 @@ SCHEMA = 1
 def option(default: Any, help: str) -> Any:
     """A config field with its default and the one line of documentation that `--help`, TOML and docs show."""
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"help": help})
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -77,6 +79,8 @@ class Config:
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except FileNotFoundError:
             raise UsageError(f"no such config file: {path}") from None
+        except OSError as error:
+            raise UsageError(f"the config file {path} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise UsageError(f"{path} is not valid {path.suffix.lstrip('.') or 'TOML'}: {error}") from None
         if not isinstance(values, dict):
@@ -100,10 +104,12 @@ class Config:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml(str(k))} = {_toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # nan, inf and -inf, where JSON has other words
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one control character JSON leaves
 
 
 def _checked(owner: str, name: str, value: Any, kind: Any) -> Any:
@@ -124,7 +130,7 @@ def _accept(value: Any, kind: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return next((got for got in (_accept(value, a) for a in arguments) if got is not _NO), _NO)
     if origin is typing.Literal:
-        return value if value in arguments else _NO
+        return value if any(value == a and type(value) is type(a) for a in arguments) else _NO
     if origin is list and isinstance(value, list | tuple):
         items = [_accept(item, arguments[0]) for item in value]
         return _NO if any(item is _NO for item in items) else items

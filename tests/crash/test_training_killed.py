@@ -95,7 +95,7 @@ def test_killed_at_random_file_operations(trainings: Trainings, tmp_path: Path, 
     check(trainings, kind, tmp_path / "run")
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_killed_from_outside_at_random_moments(trainings: Trainings, tmp_path: Path, seed: int) -> None:
     draw, status, kind = random.Random(seed), None, "decoder"
     for _ in range(8):

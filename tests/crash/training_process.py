@@ -32,7 +32,8 @@ GPT2 = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_i
 
 
 def documents(first: int, last: int) -> list[Document]:
-    words = "memory reads what the segment before wrote and forgets it at the end of a document".split()
+    sentence = "memory reads what the segment before wrote and forgets it at the end of a document"
+    words = sentence.split()
     return [
         Document(str(n), " ".join(words[(n * i) % len(words)] for i in range(3 + n % 7))) for n in range(first, last)
     ]

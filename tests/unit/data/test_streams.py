@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -73,17 +73,18 @@ def test_an_endless_stream_repeats_no_document_within_an_epoch(toy, lengths, seg
 @given(LENGTHS, ROWS, SEGMENTS, SEEDS)
 def test_few_documents_are_cut_so_that_every_token_is_still_read_once(toy, lengths, rows, segment, seed):
     corpus = toy(lengths)
-    stream = DocumentStreams(corpus, rows, segment, seed)
-    wanted = Counter((a, b) for ids in map(list, corpus) for a, b in zip(ids, [*ids[1:], -100], strict=True))
-    batches = [next(stream)]
-    while stream._next <= 2 * stream._per_epoch:
-        batches.append(next(stream))
-    read: Counter = Counter()
-    for batch in batches:
-        assert batch["attention_mask"].all()
-        read.update(zip(batch["input_ids"].flatten().tolist(), batch["targets"].flatten().tolist(), strict=True))
-    assert all(read[pair] >= count for pair, count in wanted.items())
-    assert read.keys() <= wanted.keys()
+    cuts = -(-rows // len(corpus))
+    stretches = []
+    for ids in map(list, corpus):
+        bounds = [len(ids) * cut // cuts for cut in range(cuts + 1)]
+        targets = [*ids[1:], -100]
+        stretches += [(tuple(ids[a:b]), tuple(targets[a:b])) for a, b in pairwise(bounds) if a < b]
+    longest = max(len(inputs) for inputs, _ in stretches)
+    steps = 2 * (len(corpus.tokens) // segment + 1) + 2 * (longest // segment + 2)
+    found = spans(list(islice(DocumentStreams(corpus, rows, segment, seed), steps)))
+    complete = Counter((tuple(inputs), tuple(targets)) for row in found for inputs, targets in row[:-1])
+    assert complete.keys() == set(stretches)
+    assert all(complete[stretch] >= 2 * count for stretch, count in Counter(stretches).items())
 
 
 def test_one_long_document_gives_every_row_its_own_part(toy):

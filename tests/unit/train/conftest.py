@@ -32,7 +32,8 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def corpus() -> Corpus:
-    words = "a memory keeps what was read and gives it back when it is asked for".split()
+    sentence = "a memory keeps what was read and gives it back when it is asked for"
+    words = sentence.split()
     texts = [" ".join(words[(n * i) % len(words)] for i in range(2 + n % 6)) for n in range(1, 25)]
     documents = [Document(str(n), text) for n, text in enumerate(texts)]
     return Corpus("tiny", {"train": lambda: documents[:20], "valid": lambda: documents[20:]})

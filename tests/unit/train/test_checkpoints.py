@@ -57,7 +57,7 @@ def test_round_trip_and_the_newest_are_kept(tmp_path: Path) -> None:
 def test_tensors_of_any_kind_and_shape(tmp_path: Path, dtype: torch.dtype) -> None:
     big = (torch.randn(6, 4) * 10).to(dtype)
     tensors = {"whole": big, "view": big[1:3], "turned": big.t(), "scalar": big[0, 0], "empty": big[:0]}
-    save_checkpoint(tmp_path, Checkpoint(1, {part: tensors for part in PARTS}), keep=1)
+    save_checkpoint(tmp_path, Checkpoint(1, dict.fromkeys(PARTS, tensors)), keep=1)
     back = load_checkpoint(tmp_path, 1).tensors["model"]
     for name, tensor in tensors.items():
         assert back[name].dtype == dtype
@@ -92,7 +92,7 @@ def test_all_damaged_is_an_error_and_nothing_is_removed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, make(2), keep=2)
     for step in (1, 2):
         (tmp_path / f"step-{step:08d}" / "state.json").write_text("{}")
-    with pytest.raises(DamagedError, match="no checkpoint in .* is intact"):
+    with pytest.raises(DamagedError, match=r"no checkpoint in .* is intact"):
         load_newest(tmp_path)
     assert checkpoint_steps(tmp_path) == [2, 1]
 

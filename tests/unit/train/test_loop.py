@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mnemic
@@ -128,18 +126,14 @@ def test_evaluation_between_steps_changes_nothing(corpus, tokenizer, make_model,
 
 
 def test_the_best_model_is_the_one_with_the_lowest_loss(corpus, tokenizer, make_model, settings):
-    model = make_model("gpt2")
-    run = mnemic.train(model, tokenizer, corpus, settings(evaluate_every=1, steps=12, learning_rate=0.3, warmup=6))
+    rising = {"schedule": "constant", "learning_rate": 1.0, "warmup": 12, "steps": 12}
+    config = settings(**rising, evaluate_every=1, checkpoint_every=1, keep=50)
+    run = mnemic.train(make_model("gpt2"), tokenizer, corpus, config)
     losses = [entry["loss"] for entry in run.report["evaluations"]]
     best = 1 + losses.index(min(losses))
-    assert best < 12  # so large a rate spoils the model in the end
-    again = settings(evaluate_every=0, steps=12, learning_rate=0.3, warmup=6, out=str(run.out / "again"), keep=50)
-    again.checkpoint_every = 1
-    mnemic.train(make_model("gpt2"), tokenizer, corpus, again)
-    from safetensors.torch import load_file
-
+    assert 1 < best < 12  # the rate becomes too large
     kept = load_file(run.out / "best" / "model.safetensors")
-    step = load_file(run.out / "again" / "checkpoints" / f"step-{best:08d}" / "model.safetensors")
+    step = load_file(run.out / "checkpoints" / f"step-{best:08d}" / "model.safetensors")
     shared = kept.keys() & step.keys()
     assert shared
     assert all(torch.equal(kept[name], step[name]) for name in shared)
@@ -222,36 +216,24 @@ def test_a_loss_that_is_no_number_stops_the_run_and_spares_the_checkpoint(corpus
     assert json.loads((Path(config.out) / "report.json").read_text())["status"] == "broken down"
 
 
-INTERRUPTED = """
-import os, signal, sys
-from tests.crash import training_process
-from mnemic.train.loop import Loop
+def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(corpus, tokenizer, make_model, settings, monkeypatch, capsys):
+    config, before, step = settings(steps=9), signal.getsignal(signal.SIGINT), Loop.step
 
-step = Loop.step
-def with_interrupt(self, batch):
-    if self.progress.step == 5:
-        os.kill(os.getpid(), signal.SIGINT)
-    step(self, batch)
-Loop.step = with_interrupt
-try:
-    training_process.train("gpt2", sys.argv[1])
-except KeyboardInterrupt as stop:
-    print(stop)
-    sys.exit(130)
-"""
+    def interrupted_step(self: Loop, batch: dict[str, torch.Tensor]) -> None:
+        if self.progress.step == 4:
+            assert signal.getsignal(signal.SIGINT) is not before
+            signal.raise_signal(signal.SIGINT)
+        step(self, batch)
 
-
-def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(tmp_path):
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 130, done.stderr
-    assert done.stdout.startswith("stopped at step 6 of 14; all is saved in")
-    assert "resume = true" in done.stdout
-    assert checkpoint_steps(tmp_path / "run" / "checkpoints")[0] == 6
-    assert json.loads((tmp_path / "run" / "report.json").read_text())["status"] == "interrupted"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(Loop, "step", interrupted_step)
+    with pytest.raises(
+        KeyboardInterrupt, match=r"stopped at step 5 of 9; all is saved in .*: go on with resume = true"
+    ):
+        mnemic.train(make_model(), tokenizer, corpus, config)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "stopping after this step" in capsys.readouterr().err
+    assert checkpoint_steps(Path(config.out) / "checkpoints") == [5, 3]
+    assert json.loads((Path(config.out) / "report.json").read_text())["status"] == "interrupted"
 
 
 def test_one_process_at_a_time(corpus, tokenizer, make_model, settings):

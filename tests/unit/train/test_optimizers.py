@@ -56,7 +56,7 @@ def test_decay_shrinks_matrices_and_leaves_vectors(name: str) -> None:
 
 
 def test_adafactor_with_rsqrt_is_the_papers() -> None:
-    """arXiv:1804.04235, algorithm 4 (factored, clipped at 1, relative step), with the rate of Memorizing Transformers."""
+    """arXiv:1804.04235, algorithm 4 (factored, clipped at 1, relative step) at the rate of Memorizing Transformers."""
     torch.manual_seed(1)
     parameter = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
     config = TrainConfig(optimizer="adafactor", schedule="rsqrt", learning_rate=1.0, warmup=3, weight_decay=0.0)

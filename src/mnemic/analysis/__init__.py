@@ -1,0 +1,1 @@
+"""What came out, for people to look at: reports and plots."""

@@ -1,0 +1,155 @@
+"""Train a model on a corpus, with memories or without.
+
+The model is a new decoder of ours, a folder, or a name on the Hugging Face hub. A run can be stopped at any moment and
+continued with --resume. Its folder holds the trained model, checkpoints, the log, report.json and the settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mnemic.cli.options import add_config_options, given, read_memory, read_settings
+from mnemic.config import option
+from mnemic.errors import UsageError
+from mnemic.train.config import TrainConfig
+
+EXAMPLE = """  mnemic train stdlib --memory tokens:count=10 --out runs/a --steps 500
+  mnemic train books/ --model decoder:hidden_size=128,position=t5 --tokenizer byte --out runs/b
+  mnemic train corpus.jsonl --model gpt2 --memory tokens:gated=true --trainable memory --out runs/c
+  mnemic train --resume --out runs/a
+  mnemic train stdlib --print-config > run.toml && mnemic train --config run.toml"""
+
+DECODER = "decoder"
+TRAINED_HERE = ("bpe", "word", "byte")
+SETTINGS = "experiment.toml"  # in the run's folder: what was asked for
+
+
+@dataclass(kw_only=True)
+class Experiment(TrainConfig):
+    """What is trained on what, and how: all that one command says."""
+
+    corpus: str = option("", "a text file, a folder, a .jsonl file, hf:<dataset>, or a name from `mnemic list corpora`")
+    corpus_path: str | None = option(None, "where a corpus with a name lies on this machine, if not on the hub")
+    model: str = option(
+        DECODER, "decoder, decoder:<setting>=<value>,... (see `mnemic list decoder`), a folder, or a name on the hub"
+    )
+    memory: list[str] = option([], "a memory and its settings, as tokens:count=10 (see `mnemic list memories`)")
+    tokenizer: str = option(
+        "auto", "bpe, word or byte to train one, a folder, a name on the hub; auto is the model's own"
+    )
+    vocab_size: int | None = option(None, "size of the vocabulary of a tokenizer that is trained here; unset: as usual")
+
+    def train_config(self) -> TrainConfig:
+        """The part that the training loop takes."""
+        return TrainConfig(**{name: getattr(self, name) for name in TrainConfig.types()})
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's options."""
+    texts = Experiment.help()
+    parser.add_argument(
+        "corpus", nargs="?", default=argparse.SUPPRESS, metavar="CORPUS", help=texts["corpus"]
+    ).dest = "Experiment.corpus"
+    what = {name for name in Experiment.types() if name not in TrainConfig.types()}
+    group = add_config_options(parser, Experiment, "what", skip={*TrainConfig.types(), "corpus", "memory"})
+    group.add_argument(
+        "--memory",
+        dest="Experiment.memory",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="NAME:KEY=VALUE,...",
+        help=texts["memory"] + "; may be given several times",
+    )
+    add_config_options(parser, Experiment, "how", skip=what)
+    parser.add_argument(
+        "--config", metavar="FILE", help="a .toml or .json file of these options; the command line wins"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the settings as TOML with comments, and stop"
+    )
+    parser.add_argument("--json", action="store_true", help="print the run's report as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, and prints where the model is and how it went."""
+    experiment = read_experiment(arguments)
+    if arguments.print_config:
+        print(experiment.to_toml(), end="")
+        return 0
+    if not experiment.corpus:
+        raise UsageError("no corpus was given: `mnemic train CORPUS ...`, for example a text file or stdlib")
+    memories = [read_memory(text) for text in experiment.memory]
+    import torch
+
+    from mnemic.augment import augment
+    from mnemic.data import open_corpus
+    from mnemic.files import write_text
+    from mnemic.train import train
+    from mnemic.train.loop import refuse_to_overwrite
+
+    out = Path(experiment.out)
+    refuse_to_overwrite(out, experiment.resume)
+    torch.manual_seed(experiment.seed)
+    corpus = open_corpus(experiment.corpus, experiment.corpus_path)
+    model, tokenizer = make_model(experiment, corpus)
+    if memories:
+        augment(model, *memories)
+    if not (out / SETTINGS).exists():
+        write_text(out / SETTINGS, experiment.to_toml())  # for --resume
+    done = train(model, tokenizer, corpus, experiment.train_config())
+    write_text(out / SETTINGS, experiment.to_toml())  # what a resumed run may change, such as checkpoint_every
+    if arguments.json:
+        print(json.dumps(done.report))
+    else:
+        step, loss = done.losses[-1]
+        print(f"step {step}, training loss {loss:.4f}, model in {out / 'model'}")
+    return 0
+
+
+def read_experiment(arguments: argparse.Namespace) -> Experiment:
+    """The settings: the defaults, then a file's, then the command line's."""
+    typed = given(arguments, Experiment)
+    saved = Path(typed.get("out", Experiment().out)) / SETTINGS
+    if arguments.config:
+        base = Experiment.load(arguments.config)
+    elif typed.get("resume") and saved.exists():
+        base = Experiment.load(saved)
+    else:
+        base = Experiment()
+    return Experiment.from_dict({**base.to_dict(), **typed})
+
+
+def make_model(experiment: Experiment, corpus: Any) -> tuple[Any, Any]:
+    """A new decoder with a tokenizer that fits, or the model that was named with its own."""
+    from mnemic.cli.loading import decoder_settings, load_model, new_decoder
+
+    name, _, settings = experiment.model.partition(":")
+    if name == DECODER:
+        chosen = read_settings("--model", DECODER, settings, decoder_settings())
+        tokenizer = make_tokenizer(experiment, corpus)
+        return new_decoder(tokenizer, **chosen), tokenizer
+    if experiment.tokenizer != "auto":
+        raise UsageError(f"--tokenizer {experiment.tokenizer}: the model {experiment.model} has its own tokenizer")
+    return load_model(experiment.model)
+
+
+def make_tokenizer(experiment: Experiment, corpus: Any) -> Any:
+    """The tokenizer that was asked for; one that is trained is kept in the run's folder and found there on resume."""
+    from mnemic.data import load_tokenizer, train_tokenizer
+    from mnemic.files import new_folder
+
+    kind = "bpe" if experiment.tokenizer == "auto" else experiment.tokenizer
+    if kind not in TRAINED_HERE:
+        return load_tokenizer(kind)
+    folder = Path(experiment.out) / "tokenizer"
+    if not (experiment.resume and folder.exists()):
+        print(f"training a {kind} tokenizer", file=sys.stderr)
+        tokenizer = train_tokenizer(corpus.documents(experiment.split), kind=kind, vocab_size=experiment.vocab_size)
+        with new_folder(folder) as temporary:
+            tokenizer.save_pretrained(temporary)
+    return load_tokenizer(str(folder))

@@ -1,0 +1,49 @@
+"""The settings of an evaluation, and the names of the metrics; importing it needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mnemic.config import Config, option
+from mnemic.errors import UsageError, unknown_name
+from mnemic.registry import Registry
+
+METRICS = Registry(
+    "metric",
+    {
+        "perplexity": "mnemic.evaluate.perplexity:perplexity",
+        "masked_loss": "mnemic.evaluate.masked:masked_loss",
+    },
+)
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig(Config):
+    """What to measure, and how a document is cut for it."""
+
+    metrics: list[str] = option(["perplexity"], "what to measure: perplexity, masked_loss")
+    split: str = option("valid", "the part of the corpus to measure on")
+    window: int = option(512, "tokens that the model reads at once")
+    stride: int | None = option(
+        None, "tokens by which a window moves on, and which it scores; the whole window if unset"
+    )
+    batch_size: int = option(8, "windows, or rows of an XL cache, at once; figures do not depend on it")
+    max_documents: int | None = option(None, "read no more documents than this")
+    max_tokens: int | None = option(None, "stop after the document that brings the number of tokens to this or more")
+    seed: int = option(0, "of the choice of hidden tokens in masked_loss")
+
+    def check(self) -> None:
+        """Raises UsageError for a value out of range or a name that does not exist."""
+        for name in ("window", "stride", "batch_size", "max_documents", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"EvaluateConfig.{name} = {value}: expected 1 or more")
+        if self.stride is not None and self.stride > self.window:
+            raise UsageError(
+                f"EvaluateConfig.stride = {self.stride} is more than window = {self.window}: tokens would be left out"
+            )
+        if not self.metrics:
+            raise UsageError(f"EvaluateConfig.metrics is empty: choose from {', '.join(METRICS)}")
+        for metric in self.metrics:
+            if metric not in METRICS:
+                raise unknown_name("metric", metric, METRICS)

@@ -1,0 +1,304 @@
+"""The one training loop.
+
+A step: the next batch of the document streams, cut into `accumulate` pieces, the sum of each piece's losses
+back-propagated, the gradient divided by the number of targets of the whole batch, clipped, and applied. Between steps
+the state of a run is complete, and a checkpoint holds all of it: killed at any moment and resumed, a run makes the
+same losses as if it had never stopped, bit for bit on the same machine.
+
+One process trains; the documents and the carry of each row are not divided among several yet.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import set_seed
+from tqdm import tqdm
+
+from mnemic.data import DocumentStreams, open_corpus, tokenize_corpus
+from mnemic.errors import MnemicError, UsageError
+from mnemic.files import lock, new_folder
+from mnemic.train.checkpoints import (
+    Checkpoint,
+    load_model_tensors,
+    load_newest,
+    model_settings,
+    model_tensors,
+    os_errors_of_safetensors,
+    save_checkpoint,
+)
+from mnemic.train.config import TrainConfig
+from mnemic.train.objectives import Batch, check_length, make_objective
+from mnemic.train.optimizers import load_optimizer_tensors, make_optimizer, optimizer_tensors, select_trainable
+from mnemic.train.report import Log, commit, versions, write_report
+from mnemic.train.run import Progress, Run, finished_report, refuse_to_overwrite
+from mnemic.train.schedules import learning_rate
+from mnemic.train.state import mode, random_state, set_random_state, untouched
+from mnemic.train.terminal import interrupts, no_other_bars, progress_bar, say
+from mnemic.train.tracking import make_accelerator, start_trackers
+
+
+def train(model: Any, tokenizer: Any, corpus: Any, config: TrainConfig | None = None, **options: Any) -> Run:
+    """Trains `model` on a corpus (a name, a path or a Corpus) as `config`, or options by name, say.
+
+    >>> run = mnemic.train(model, tokenizer, "stdlib", steps=2000, out="runs/a")
+    """
+    if config is not None and options:
+        raise UsageError("give train either a TrainConfig or options by name, not both")
+    config = config or TrainConfig.from_dict(options)
+    out = Path(config.out)
+    refuse_to_overwrite(out, config.resume)
+    corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
+    with lock(out / "lock", f"the run folder {out}"), mode(model, training=True):
+        report = finished_report(out, config.steps)
+        loop = Loop(model, tokenizer, corpus, config)
+        if report is None:
+            report = loop.run()
+    return Run(out, report)
+
+
+class Loop:
+    """All that a run holds while it trains."""
+
+    def __init__(self, model: Any, tokenizer: Any, corpus: Any, config: TrainConfig) -> None:
+        self.model, self.tokenizer, self.corpus, self.config = model, tokenizer, corpus, config
+        self.out = Path(config.out)
+        self.checkpoints = self.out / "checkpoints"
+        self.accelerator = make_accelerator(config)
+        model.to(self.accelerator.device)
+        set_seed(config.seed)
+        check_length(model, config.segment_length, "segment_length")
+        self.objective = make_objective(config.objective, model, tokenizer, config.seed)
+        self.parameters = select_trainable(model, config)
+        self.optimizer = make_optimizer(self.parameters, config)
+        self.stream = self.new_stream(self.tokenize(config.split))
+        self.valid = self.tokenize("valid") if config.evaluate_every else None
+        rows = config.batch_size // config.accumulate
+        self.carries = [self.objective.new_carry(rows) for _ in range(config.accumulate)]
+        self.progress = Progress()
+        self.norm = 0.0
+        self.saved_step: int | None = None
+        if (checkpoint := load_newest(self.checkpoints)) is not None:
+            self.restore(checkpoint)
+        self.log = Log(self.out / "log.jsonl", self.progress.step)
+
+    # The steps
+
+    def run(self) -> dict[str, Any]:
+        """Trains until `steps` are made and returns the report; on ctrl-C ends the step, saves, and raises."""
+        config, progress = self.config, self.progress
+        if self.saved_step is None:
+            self.save()  # a run killed early begins again with the same weights, and a full disk shows at once
+        start_trackers(self.accelerator, config, progress.step)
+        with interrupts() as interrupted, progress_bar(config.steps, "step", progress.step) as bar:
+            batches = iter(self.stream)
+            while progress.step < config.steps and not interrupted.is_set():
+                self.step(next(batches))
+                bar.update()
+                if progress.step % config.log_every == 0 or progress.step == config.steps:
+                    self.log_losses(bar)
+                if config.evaluate_every and progress.step % config.evaluate_every == 0:
+                    self.evaluate()
+                if progress.step % config.checkpoint_every == 0:
+                    self.save()
+            if self.saved_step != progress.step:
+                self.save()
+        self.accelerator.end_training()
+        if progress.step < config.steps:
+            self.write_report("interrupted")
+            raise KeyboardInterrupt(
+                f"stopped at step {progress.step} of {config.steps}; all is saved in {self.out}: "
+                "go on with resume = true"
+            )
+        self.save_model("model")
+        return self.write_report("finished")
+
+    def step(self, batch: Batch) -> None:
+        """Updates the weights once."""
+        config, progress, began = self.config, self.progress, time.monotonic()
+        progress.step += 1
+        total, count = 0.0, 0
+        for piece, carry in zip(self.pieces(self.objective.prepare(batch, progress.step)), self.carries, strict=True):
+            loss, targets = self.loss(piece, carry)
+            self.accelerator.backward(loss)
+            total, count = total + loss.item(), count + targets
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.div_(max(count, 1))
+        norm = self.accelerator.clip_grad_norm_(self.parameters.values(), config.clip or math.inf)
+        self.norm = float(norm)
+        if not math.isfinite(total) or not math.isfinite(self.norm):
+            self.break_down(f"the loss is {total / max(count, 1)} and the norm of the gradient {self.norm}")
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(progress.step, config)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        progress.tokens += count
+        progress.loss_sum += total
+        progress.loss_count += count
+        progress.seconds += time.monotonic() - began
+
+    def loss(self, piece: Batch, carry: Any) -> tuple[torch.Tensor, int]:
+        """The objective's loss in the configured precision."""
+        device = self.accelerator.device
+        # torch's own autocast: accelerate's is a setting of the whole process, which a second run could not change
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            return self.objective.loss({name: tensor.to(device) for name, tensor in piece.items()}, carry)
+
+    def pieces(self, batch: Batch) -> Iterator[Batch]:
+        """The batch cut into `accumulate` pieces of equally many rows."""
+        rows = self.config.batch_size // self.config.accumulate
+        for first in range(0, self.config.batch_size, rows):
+            yield {name: tensor[first : first + rows] for name, tensor in batch.items()}
+
+    def break_down(self, why: str) -> NoReturn:
+        """Ends a run that has gone wrong, leaving its last checkpoint as it is."""
+        self.write_report("broken down")
+        raise MnemicError(
+            f"training broke down at step {self.progress.step}: {why}; the checkpoint of step {self.saved_step} in "
+            f"{self.out} is good. Start in another out folder with a lower learning_rate, more warmup or a smaller clip"
+        )
+
+    # The data
+
+    def tokenize(self, split: str) -> Any:
+        """The token ids of a split, kept in the run's folder."""
+        return tokenize_corpus(self.corpus.documents(split), self.tokenizer, self.out / "tokens" / split)
+
+    def new_stream(self, tokens: Any, epochs: int | None = None) -> Any:
+        """Document streams over tokens: shuffled and endless, or in order for a number of epochs."""
+        config = self.config
+        return DocumentStreams(
+            tokens, config.batch_size, config.segment_length, seed=config.seed, shuffle=epochs is None, epochs=epochs
+        )
+
+    # The figures
+
+    def log_losses(self, bar: tqdm) -> None:
+        """Writes the mean loss since the last line to the log and the trackers, and shows it."""
+        progress = self.progress
+        loss = progress.loss_sum / max(progress.loss_count, 1)
+        progress.loss_sum, progress.loss_count = 0.0, 0
+        rate = learning_rate(progress.step, self.config)
+        figures = {"loss": loss, "learning_rate": rate, "gradient_norm": self.norm, "tokens": progress.tokens}
+        self.log.append({"step": progress.step, **figures})
+        self.accelerator.log(figures, step=progress.step)
+        bar.set_postfix_str(f"loss {loss:.4f}, {self.speed():,.0f} tokens/s")
+
+    def evaluate(self) -> None:
+        """The objective's loss on the valid split; the best model so far is kept.
+
+        Quick and in the form the model is trained in; `mnemic.evaluate` gives figures that do not depend on batches.
+        """
+        total, count = 0.0, 0
+        with untouched(self.model):
+            carry = self.objective.new_carry(self.config.batch_size)
+            for number, batch in enumerate(self.new_stream(self.valid, epochs=1)):
+                loss, targets = self.loss(self.objective.prepare(batch, number), carry)
+                total, count = total + loss.item(), count + targets
+        mean = total / max(count, 1)
+        self.log.append({"step": self.progress.step, "evaluation": {"loss": mean, "tokens": count}})
+        self.accelerator.log({"valid_loss": mean}, step=self.progress.step)
+        if self.progress.best is None or mean < self.progress.best:
+            self.progress.best = mean
+            self.save_model("best")
+
+    def speed(self) -> float:
+        """Tokens trained on per second."""
+        return self.progress.tokens / max(self.progress.seconds, 1e-9)
+
+    def write_report(self, status: str) -> dict[str, Any]:
+        """Writes report.json and returns it."""
+        config, progress, log = self.config, self.progress, self.log.entries
+        report = {
+            "status": status,
+            "step": progress.step,
+            "data": self.corpus.name,
+            "model": type(self.model).__name__,
+            "objective": type(self.objective).__name__,
+            "parameters": {
+                "all": sum(parameter.numel() for parameter in self.model.parameters()),
+                "trained": sum(parameter.numel() for parameter in self.parameters.values()),
+            },
+            "seed": config.seed,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            "tokens_per_second": self.speed(),
+            "device": str(self.accelerator.device),
+            "threads": torch.get_num_threads(),
+            "versions": versions(),
+            "commit": commit(),
+            "config": config.to_dict(),
+            "losses": [entry for entry in log if "loss" in entry],
+            "evaluations": [{"step": e["step"], **e["evaluation"]} for e in log if "evaluation" in e],
+        }
+        write_report(self.out / "report.json", report)
+        return report
+
+    # What is kept
+
+    def save(self) -> None:
+        """Writes a checkpoint and the report."""
+        self.log.sync()
+        weights, tied = model_tensors(self.model)
+        random_tensors, random_values = random_state()
+        tensors = {
+            "model": weights,
+            "optimizer": optimizer_tensors(self.optimizer, self.parameters),
+            "carry": {
+                f"{number}/{name}": tensor
+                for number, carry in enumerate(self.carries)
+                if carry is not None
+                for name, tensor in carry.tensors().items()
+            },
+            "random": random_tensors,
+        }
+        state = {
+            "config": self.config.to_dict(),
+            "model": model_settings(self.model),
+            "progress": asdict(self.progress),
+            "tied": tied,
+            "stream": self.stream.state_dict(),
+            "random": random_values,
+        }
+        save_checkpoint(self.checkpoints, Checkpoint(self.progress.step, tensors, state), self.config.keep)
+        self.saved_step = self.progress.step
+        self.write_report("running")
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Takes up a run where a checkpoint left it; UsageError if it was made with other settings."""
+        tensors, state = checkpoint.tensors, checkpoint.state
+        different = self.config.differences(TrainConfig.from_dict(state["config"]))
+        then, now = state["model"], model_settings(self.model)
+        different |= {f"the model's {k}": (then[k], now[k]) for k in then.keys() & now.keys() if then[k] != now[k]}
+        if different:
+            listed = ", ".join(f"{name} = {now!r} (was {then!r})" for name, (then, now) in different.items())
+            raise UsageError(
+                f"the run in {self.out} was started with other settings: {listed}; set them back, "
+                "or start another run in another out folder"
+            )
+        self.stream.load_state_dict(state["stream"])
+        load_model_tensors(self.model, tensors["model"], state["tied"])
+        load_optimizer_tensors(self.optimizer, self.parameters, tensors["optimizer"])
+        for number, carry in enumerate(self.carries):
+            if carry is not None:
+                prefix = f"{number}/"
+                mine = {n.removeprefix(prefix): t for n, t in tensors["carry"].items() if n.startswith(prefix)}
+                carry.load_tensors(mine)
+        self.progress = Progress(**state["progress"])
+        self.saved_step = checkpoint.step
+        set_random_state(tensors["random"], state["random"])
+        if checkpoint.step < self.config.steps:
+            say(f"going on from step {checkpoint.step} of {self.config.steps} in {self.out}")
+
+    def save_model(self, name: str) -> None:
+        """Writes the model and its tokenizer to `out/name`."""
+        with new_folder(self.out / name) as folder, os_errors_of_safetensors(), no_other_bars():
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)

@@ -1,0 +1,159 @@
+"""What a model learns: the loss of a batch as a sum over targets and their count.
+
+Sums and counts, never means: however a batch is cut or padded, each target then weighs the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mnemic.errors import UsageError
+from mnemic.hf.losses import IGNORED, token_losses
+from mnemic.train.config import OBJECTIVES
+
+Batch = dict[str, Tensor]
+_USUAL = {"causal": "next-token", "masked": "masked"}
+
+
+class Objective(ABC):
+    """One way to train: how a batch is prepared, and its loss."""
+
+    kind: ClassVar[str]  # of the models it suits: "causal" or "masked"
+
+    def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.accepts = frozenset(inspect.signature(model.forward).parameters)
+
+    def prepare(self, batch: Batch, step: int) -> Batch:
+        """The batch as this objective reads it; the same for the same seed and step."""
+        return batch
+
+    def new_carry(self, rows: int) -> Any:
+        """A fresh carry from segment to segment for a batch of `rows` rows, or None if the model has none."""
+        return None
+
+    @abstractmethod
+    def losses(self, batch: Batch, carry: Any) -> Tensor:
+        """The loss of each target, (B, T), 0 where there is none; moves `carry` on."""
+
+    def loss(self, batch: Batch, carry: Any) -> tuple[Tensor, int]:
+        """The sum of the losses of a batch's targets, and how many targets there are; moves `carry` on."""
+        return self.losses(batch, carry).sum(), int((batch["targets"] != IGNORED).sum())
+
+    def inputs(self, batch: Batch, carry: Any = None) -> dict[str, Any]:
+        """Those tensors of the batch that the model's forward takes and that say anything.
+
+        A mask that masks nothing is left out, and so are document starts that are only where a row begins anyway:
+        models are faster without.
+        """
+        names = ["input_ids"]
+        if not batch["attention_mask"].all():
+            names.append("attention_mask")
+        if carry is not None or batch["document_starts"][:, 1:].any():
+            names.append("document_starts")
+        return {name: batch[name] for name in names if name in self.accepts}
+
+
+class NextToken(Objective):
+    """Predict each next token of documents that are read in order; an XL cache carries over from segment to segment."""
+
+    kind = "causal"
+
+    def carries(self) -> bool:
+        """Whether the model has a cache of its own that outlives a segment."""
+        return getattr(self.model.config, "xl_length", 0) > 0
+
+    def new_carry(self, rows: int) -> Any:
+        """The model's XL cache, if it has one."""
+        return self.model.new_cache(rows) if self.carries() else None
+
+    def losses(self, batch: Batch, carry: Any) -> Tensor:
+        """The negative log likelihood of the targets."""
+        inputs = self.inputs(batch, carry)
+        if carry is not None:
+            inputs |= {"past_key_values": carry, "use_cache": True}
+        elif "use_cache" in self.accepts:
+            inputs["use_cache"] = False
+        return token_losses(self.model, batch["targets"], **inputs)[0]
+
+
+class Masked(Objective):
+    """Guess hidden tokens from both sides, as BERT does (arXiv:1810.04805, section 3.1)."""
+
+    kind = "masked"
+    chosen = 0.15  # of the tokens are targets; of these
+    hidden = 0.8  # become the mask token,
+    swapped = 0.1  # become a random token, and the rest stay as they are
+
+    def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
+        super().__init__(model, tokenizer, seed)
+        if tokenizer.mask_token_id is None:
+            raise UsageError(
+                "the masked objective needs a tokenizer with a mask token: use that of a masked model, or add one with "
+                "tokenizer.add_special_tokens({'mask_token': '[MASK]'}) and model.resize_token_embeddings"
+            )
+        self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
+
+    def prepare(self, batch: Batch, step: int) -> Batch:
+        """Hides tokens, chosen by seed and step alone, and makes those that were there the targets."""
+        tokens = batch["input_ids"]
+        draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        open_to_choice = batch["attention_mask"].bool() & ~torch.isin(tokens, self.special)
+        chosen = (torch.rand(tokens.shape, generator=draw) < self.chosen) & open_to_choice
+        fate = torch.rand(tokens.shape, generator=draw)
+        others = torch.randint(len(self.tokenizer), tokens.shape, generator=draw)
+        shown = torch.where(chosen & (fate < self.hidden), self.tokenizer.mask_token_id, tokens)
+        swap = chosen & (fate >= self.hidden) & (fate < self.hidden + self.swapped)
+        return {
+            **batch,
+            "input_ids": torch.where(swap, others, shown),
+            "targets": torch.where(chosen, tokens, IGNORED),
+        }
+
+    def losses(self, batch: Batch, carry: Any) -> Tensor:
+        """The negative log likelihood of the tokens that were hidden."""
+        return token_losses(self.model, batch["targets"], **self.inputs(batch))[0]
+
+
+def make_objective(name: str, model: Any, tokenizer: Any, seed: int) -> Objective:
+    """The objective called `name`, which must suit the model; "auto" is what the model was made for."""
+    kind = model_kind(model)
+    objective: type[Objective] = OBJECTIVES.load(_USUAL[kind] if name == "auto" else name)
+    if objective.kind != kind:
+        raise UsageError(
+            f"objective {name!r} is for {objective.kind} models and {type(model).__name__} is a {kind} one: "
+            f"use {_USUAL[kind]!r} or 'auto'"
+        )
+    return objective(model, tokenizer, seed)
+
+
+def model_kind(model: Any) -> str:
+    """ "causal" or "masked", by the model's head; UsageError if it has none that we can train."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{type(model).__name__} is a sequence-to-sequence model, which mnemic does not train yet: "
+            "give a causal or a masked language model"
+        )
+    if any(kind.__name__.endswith("ForMaskedLM") for kind in type(model).__mro__):
+        return "masked"
+    if model.can_generate():
+        return "causal"
+    raise UsageError(
+        f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM or AutoModelForMaskedLM"
+    )
+
+
+def check_length(model: Any, length: int, option: str) -> None:
+    """UsageError if a model has fewer positions than `length`, the value of `option`."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise UsageError(
+            f"{option} = {length}, but {type(model).__name__} has {most} positions: set it to {most} or less"
+        )
