@@ -46,11 +46,11 @@ def augment(model: Any, *memories: MemoryConfig, anatomy: Anatomy | None = None)
         raise UsageError(f"{type(model).__name__} has a part named 'memory' already: mnemic needs that name")
     names = [config.memory() for config in memories] + list(getattr(existing, "handles", {}))
     if doubled := {name for name in names if names.count(name) > 1}:
-        raise UsageError(f"a model holds one memory of a kind, and {', '.join(doubled)} was given twice: detach() first")
+        raise UsageError(f"a model holds one memory of a kind: {', '.join(doubled)} was given twice, detach() first")
     if existing is None:
         memory = Memory(model, anatomy)
         model.memory = memory
-        model.__class__ = _augmented_class(type(model))
+        model.__class__ = _augmented_class(type(model))  # type: ignore[arg-type]
     else:
         memory = existing
     for config in memories:

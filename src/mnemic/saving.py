@@ -1,9 +1,9 @@
 """An augmented model on disk.
 
-    memory.json          schema, library version, each memory's settings, the base and its fingerprint, checksums
-    model*.safetensors   the memories' weights; the base's too if they were trained or can be had nowhere else
-    config.json, ...     what transformers writes beside the base's weights, only if those are here
-    README.md            the model card
+memory.json          schema, library version, each memory's settings, the base and its fingerprint, checksums
+model*.safetensors   the memories' weights; the base's too if they were trained or can be had nowhere else
+config.json, ...     what transformers writes beside the base's weights, only if those are here
+README.md            the model card
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def save(model: Any, folder: Path, save_whole: Callable[..., None], **options: A
     if not options.pop("is_main_process", True):
         return
     if options.pop("push_to_hub", False):
-        raise UsageError("save_pretrained(push_to_hub=True) is not supported with a memory: use model.push_to_hub(name)")
+        raise UsageError("save_pretrained(push_to_hub=True) does not go with a memory: use model.push_to_hub(name)")
     if folder.is_file():
         raise UsageError(f"{folder} is a file: save_pretrained() needs a folder")
     state = options.pop("state_dict", None) or model.state_dict()
@@ -75,9 +75,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedError(f"{folder / RECORD} is damaged ({error}): save the model again") from None
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
-        raise UsageError(
-            f"{folder / RECORD} was written by another version of mnemic: this one reads schema {SCHEMA}"
-        )
+        raise UsageError(f"{folder / RECORD} was written by another version of mnemic: this one reads schema {SCHEMA}")
     if missing := {"memories", "base", "anatomy", "checksums"} - record.keys():
         raise DamagedError(f"{folder / RECORD} is damaged ({', '.join(sorted(missing))} missing): save the model again")
     return record
@@ -98,8 +96,8 @@ def load_base(folder: Path, record: dict[str, Any]) -> PreTrainedModel:
     name = base["class"]
     kind = getattr(transformers, name, None) or getattr(mnemic.models, name, None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise UsageError(f"transformers {transformers.__version__} has no model class {name!r}: load(folder, base=model)")
-    ours = type(name, (kind,), {"_keys_to_ignore_on_load_unexpected": [rf"^{MEMORY}"], "__module__": kind.__module__})
+        raise UsageError(f"there is no model class {name!r} in this transformers: use load(folder, base=model)")
+    ours: Any = type(name, (kind,), {"_keys_to_ignore_on_load_unexpected": [rf"^{MEMORY}"], "__module__": kind.__module__})
     source = folder if base["included"] else base["name_or_path"]
     try:
         model = ours.from_pretrained(source)
@@ -123,7 +121,7 @@ def load_memory(model: Any, folder: Path, record: dict[str, Any], check_base: bo
     for name, expected in record["checksums"].items():
         path = safe_join(folder, name)
         if not path.is_file() or checksum(path) != expected:
-            raise DamagedError(f"{path} is missing or was altered since it was saved: restore it or save the model again")
+            raise DamagedError(f"{path} is missing or was altered since it was saved: save the model again")
         with safe_open(path, framework="pt") as file:
             state |= {key: file.get_tensor(key) for key in file.keys() if key.startswith(MEMORY)}  # noqa: SIM118
     own = {name for name in model.state_dict() if name.startswith(MEMORY)}

@@ -78,7 +78,10 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "phi": (hf.PhiForCausalLM, hf.PhiConfig(**_LLAMA)),
     "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config(**_LLAMA)),
     "bloom": (hf.BloomForCausalLM, hf.BloomConfig(**_SMALL, hidden_size=32, n_layer=2, n_head=4)),
-    "falcon": (hf.FalconForCausalLM, hf.FalconConfig(**_SMALL, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)),
+    "falcon": (
+        hf.FalconForCausalLM,
+        hf.FalconConfig(**_SMALL, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    ),
     "falcon-alibi": (
         hf.FalconForCausalLM,
         hf.FalconConfig(**_SMALL, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),

@@ -31,7 +31,8 @@ def rows(count: int = 16) -> list[dict[str, Any]]:
 
 def trainer(model: PreTrainedModel, folder: Path, steps: int, **options: Any) -> Trainer:
     arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, learning_rate=5e-3, report_to=[], lr_scheduler_type="constant",
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, learning_rate=5e-3, report_to=[],
+        lr_scheduler_type="constant",
         logging_steps=1, use_cpu=True, disable_tqdm=True, save_steps=10, dataloader_pin_memory=False, **options,
     )  # fmt: skip
     return Trainer(model=model, args=arguments, train_dataset=rows())

@@ -41,7 +41,7 @@ def text_table(contenders: Sequence[Contender]) -> str:
 
 def show(value: float | int) -> str:
     """A number as people write it: 1,234,567 and 12.34."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
 
 
 def loss_curves(contenders: Sequence[Contender]) -> str:

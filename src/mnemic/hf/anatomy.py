@@ -37,9 +37,7 @@ _BERT = Anatomy(
     feed_forward=["intermediate", "output"],
     positions="absolute",
 )
-_BART = Anatomy(
-    kind="seq2seq", stack="encoder", decoder="decoder", feed_forward=["fc1", "fc2"], positions="absolute"
-)
+_BART = Anatomy(kind="seq2seq", stack="encoder", decoder="decoder", feed_forward=["fc1", "fc2"], positions="absolute")
 
 ARCHITECTURES: dict[str, Anatomy] = {
     "llama": _LLAMA,
@@ -136,8 +134,8 @@ def _known(model: PreTrainedModel) -> Anatomy:
     kind = getattr(model.config, "model_type", None)
     if kind not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"mnemic does not know the architecture {kind!r} ({type(model).__name__}): it looks for the stack that takes "
-            "inputs_embeds, its list of blocks, and each block's attention and feed-forward. Describe them: "
+            f"mnemic does not know the architecture {kind!r} ({type(model).__name__}): it looks for the stack that "
+            "takes inputs_embeds, its list of blocks, and each block's attention and feed-forward. Describe them: "
             "augment(model, ..., anatomy=mnemic.Anatomy(kind='causal', stack='', blocks='layers', "
             "attention='self_attn', feed_forward=['mlp'], positions='rotary')), paths as in print(model.base_model). "
             f"Known: {', '.join(sorted(ARCHITECTURES))}"
@@ -149,7 +147,7 @@ def _known(model: PreTrainedModel) -> Anatomy:
 
 
 def _at(root: nn.Module, path: str, what: str, model: PreTrainedModel) -> Any:
-    """The module at a dotted path (a number, also a negative one, indexes a list), or an error that says what is there."""
+    """The module at a dotted path (a number indexes a list), or an error that says what is there."""
     module: Any = root
     for name in filter(None, path.split(".")):
         try:
@@ -158,6 +156,6 @@ def _at(root: nn.Module, path: str, what: str, model: PreTrainedModel) -> Any:
             there = ", ".join(child for child, _ in module.named_children()) or "nothing"
             raise UnsupportedModel(
                 f"{type(model).__name__}: looked for its {what} at {path!r} inside {type(root).__name__}, but "
-                f"{type(module).__name__} has no {name!r} (it has: {there}); give augment() an anatomy with the right path"
+                f"{type(module).__name__} has no {name!r} (it has: {there}); give augment() an anatomy that fits"
             ) from None
     return module

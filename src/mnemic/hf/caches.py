@@ -20,8 +20,8 @@ class PinnedSlidingLayer(DynamicSlidingWindowLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
-        keys = torch.cat([self.keys, key_states], dim=-2)
-        values = torch.cat([self.values, value_states], dim=-2)
+        keys = torch.cat([self.keys, key_states], dim=-2)  # type: ignore[list-item]
+        values = torch.cat([self.values, value_states], dim=-2)  # type: ignore[list-item]
         self.keys, self.values = self._kept(keys), self._kept(values)
         return keys, values
 

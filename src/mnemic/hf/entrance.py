@@ -75,7 +75,9 @@ class Entrance:
         ]
         if isinstance(pooler := getattr(stack, "pooler", None), nn.Module):
             self._hooks.append(pooler.register_forward_pre_hook(self._pool))
-        if "position_ids" not in self._parameters and isinstance(table := getattr(stack, "embed_positions", 0), nn.Module):
+        if "position_ids" not in self._parameters and isinstance(
+            table := getattr(stack, "embed_positions", 0), nn.Module
+        ):
             self._hooks.append(table.register_forward_pre_hook(self._place, with_kwargs=True))
         if places.decoder is not None:
             self._decoder_parameters = list(inspect.signature(places.decoder.forward).parameters)
@@ -160,11 +162,11 @@ class Entrance:
             kwargs["position_ids"] = torch.cat([before.expand(len(positions), -1), positions], dim=1)
 
     def _cache(self, kwargs: dict[str, Any]) -> Any:
-        """The KV cache of this forward, made here where the prefix must be provided for, with its first entries pinned."""
+        """The KV cache of this forward; one that must make room for the prefix is made or prepared here."""
         cache = kwargs.get("past_key_values")
         if self.prefix is None or self.places.anatomy.kind != "causal":
             return cache
-        config: Any = self.places.stack.config
+        config = self._config
         xl_length = getattr(config, "xl_length", 0)
         if cache is None and (self._slides or xl_length):
             inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
@@ -184,9 +186,7 @@ class Entrance:
         bias = self.prefix.bias() if self.prefix is not None else None
         return None if bias is None else masks.MaskChange(added, bias, first=cached)
 
-    def _mask_change(
-        self, starts: torch.Tensor | None, batch: int, prefix: int, past: int
-    ) -> masks.MaskChange | None:
+    def _mask_change(self, starts: torch.Tensor | None, batch: int, prefix: int, past: int) -> masks.MaskChange | None:
         bias = self.prefix.bias() if self.prefix is not None and prefix else None
         if bias is None and starts is None and not (prefix and self._slides):
             return None
@@ -202,18 +202,19 @@ class Entrance:
 
     def _first_position(self) -> int:
         # RoBERTa counts from behind its padding index
-        return self.places.stack.config.pad_token_id + 1 if self._type == "roberta" else 0  # type: ignore
+        return self._config.pad_token_id + 1 if self._config.model_type == "roberta" else 0
 
     @property
-    def _type(self) -> str:
-        return getattr(self.places.stack.config, "model_type", "")  # type: ignore
+    def _config(self) -> Any:
+        return self.places.stack.config
 
     def _positions(
         self, kwargs: dict[str, Any], starts: torch.Tensor | None, batch: int, length: int, past: int, device: Any
     ) -> torch.Tensor | None:
         """The positions the sequence would have had in the base model; they restart where documents start."""
-        if starts is not None and (self.places.anatomy.kind != "causal" or not self.places.positions_by_id):
-            why = "places tokens by where they stand in the input" if self.places.anatomy.kind == "causal" else "is not causal"
+        causal = self.places.anatomy.kind == "causal"
+        if starts is not None and not (causal and self.places.positions_by_id):
+            why = "places tokens by where they stand in the input" if causal else "is not causal"
             raise UnsupportedModel(
                 f"{type(self.places.stack).__name__} {why}, so documents in one row cannot be kept apart: "
                 "give each document a row of its own and no document_starts"
@@ -227,10 +228,10 @@ class Entrance:
             first = torch.where(starts, places, torch.zeros_like(places)).cummax(1).values
             return places - first
         mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
-        if mask is not None and self._type in ("opt", "mnemic-decoder", "mnemic-encoder-decoder"):
+        if mask is not None and self._config.model_type in ("opt", "mnemic-decoder", "mnemic-encoder-decoder"):
             return (mask.cumsum(1) * mask - 1).long()[:, past:]
-        if self._type == "roberta":
-            padding = self.places.stack.config.pad_token_id  # type: ignore
+        if self._config.model_type == "roberta":
+            padding = self._config.pad_token_id
             real = ids.ne(padding) if ids is not None else torch.ones_like(places)
             return (real.cumsum(1) + past) * real + padding
         return places
@@ -252,8 +253,8 @@ class Entrance:
         source, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
         if source is None:
             return None
-        added = source.shape[1] - mask.shape[1] if mask is not None else 0
-        if added:
+        added = 0
+        if mask is not None and (added := source.shape[1] - mask.shape[1]):
             kwargs["encoder_attention_mask"] = torch.cat([mask.new_ones(len(mask), added), mask], dim=1)
         bias = self.prefix.bias() if self.prefix is not None and (added or mask is None) else None
         change = masks.MaskChange(len(bias), bias, cross=True) if bias is not None else None
@@ -286,8 +287,8 @@ def _check(kwargs: dict[str, Any], cache: Any, added: int) -> None:
 def _check_right_padded(mask: torch.Tensor | None, name: str) -> None:
     if mask is not None and not mask[:, 0].all():
         raise UnsupportedModel(
-            f"{name} counts distances by place in the input, so padding on the left would come between the memory and the "
-            "sequence: pad on the right (tokenizer.padding_side = 'right')"
+            f"{name} counts distances by place in the input, so padding on the left would come between the memory "
+            "and the sequence: pad on the right (tokenizer.padding_side = 'right')"
         )
 
 

@@ -18,7 +18,7 @@ def token_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> tuple[torc
     if hasattr(model, "token_losses"):
         return model.token_losses(targets=targets, **inputs)
     outputs = model(**inputs)
-    losses = F.cross_entropy(
-        outputs.logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
-    )
+    logits = outputs.logits.flatten(0, 1)
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view_as(targets), outputs

@@ -107,12 +107,13 @@ def test_smooth_is_a_moving_mean() -> None:
 
 def test_the_text_table_is_aligned() -> None:
     assert text_table(CONTENDERS) == (
-        "           perplexity  parameters\nno memory       12.35   1,234,567\na <b> & c         9.5           7"
+        "           perplexity  parameters\nno memory       12.35   1,234,567\na <b> & c       9.500           7"
     )
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(1234567, "1,234,567"), (12.3456, "12.35"), (12345.6, "12,346"), (0.5, "0.5")]
+    ("value", "text"),
+    [(1234567, "1,234,567"), (12.3456, "12.35"), (12345.6, "12,346"), (0.5, "0.5000"), (4.0, "4.000")],
 )
 def test_show(value: float, text: str) -> None:
     assert show(value) == text

@@ -135,8 +135,8 @@ def test_what_cannot_be_is_said() -> None:
         model(ids(), attention_mask=torch.zeros(2, 1, 9, 9))
     with pytest.raises(UsageError, match="static KV cache"):
         model.generate(ids(), cache_implementation="static", max_new_tokens=2, disable_compile=True)
+    cache = model(ids(), use_cache=True).past_key_values
     with pytest.raises(UsageError, match="document_starts needs an empty KV cache"):
-        cache = model(ids(), use_cache=True).past_key_values
         model(ids(), past_key_values=cache, document_starts=torch.zeros(2, 9, dtype=torch.bool))
 
 
@@ -148,3 +148,41 @@ def test_an_error_inside_the_model_leaves_no_trace() -> None:
     assert torch.equal(model(ids()).logits, before)
     other = build("llama")
     assert torch.equal(other(ids()).logits, build("llama")(ids()).logits)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("position", ["t5", "xl", "rotary", "sinusoidal"])
+def test_segments_through_the_xl_cache_are_one_long_forward(position: str, gated: bool) -> None:
+    """The memory is read in every segment, stored in none, and documents stay apart in cache and segment."""
+    from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
+
+    torch.manual_seed(0)
+    config = MnemicDecoderConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, position=position,
+        xl_length=40, initializer_range=0.3,
+    )  # fmt: skip
+    model = mnemic.augment(
+        MnemicDecoderForCausalLM(config).double(), mnemic.MemoryTokens(count=3, gated=gated)
+    ).double()
+    if gated:
+        with torch.no_grad():
+            model.memory.tokens.layer.gate.copy_(torch.tensor([0.5, 1.5, 3.0]))
+    text = ids(2, 30)
+    starts = torch.zeros(2, 30, dtype=torch.bool)
+    starts[0, [0, 13]], starts[1, [0, 4, 5, 20]] = True, True
+    with torch.no_grad():
+        long = model(text, document_starts=starts, use_cache=False).logits
+        cache, pieces = model.new_cache(2), []
+        for piece, here in zip(text.split([7, 1, 11, 11], 1), starts.split([7, 1, 11, 11], 1), strict=True):
+            out = model(piece, past_key_values=cache, use_cache=True, document_starts=here)
+            pieces.append(out.logits)
+        torch.testing.assert_close(torch.cat(pieces, 1), long, rtol=1e-8, atol=1e-8)
+        assert cache.length == 30
+        alone = model(text[1:, 5:20], use_cache=False).logits
+        torch.testing.assert_close(long[1:, 5:20], alone, rtol=1e-8, atol=1e-8)
+        with model.memory.disabled():
+            without = model(text, document_starts=starts, use_cache=False).logits
+        assert (without - long).abs().max() > 1e-3
+    losses, _ = model.token_losses(targets=text, input_ids=text, document_starts=starts, use_cache=False)
+    by_hand = torch.nn.functional.cross_entropy(long.flatten(0, 1), text.flatten(), reduction="none")
+    torch.testing.assert_close(losses.flatten(), by_hand, rtol=1e-8, atol=1e-8)

@@ -15,7 +15,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-CLOSED = 1e-20  # the gate's start: no mass that a float32 sum would show, yet d log g / d g = 1 / g keeps the gradient whole
+CLOSED = (
+    1e-20  # the gate's start: no mass that a float32 sum would show, yet d log g / d g = 1 / g keeps the gradient whole
+)
 
 
 class MemoryTokenLayer(nn.Module):
