@@ -165,6 +165,7 @@ def load(folder: str | Path, base: PreTrainedModel | None = None, check_base: bo
     """
     folder = Path(folder)
     record = saving.read_record(folder)
+    saving.check_files(folder, record)
     anatomy = Anatomy.from_dict(record["anatomy"]) if record["anatomy"] else None
     base = saving.load_base(folder, record) if base is None else base
     model = augment(base, *saving.read_configs(record), anatomy=anatomy)

@@ -81,6 +81,14 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
+def check_files(folder: Path, record: dict[str, Any]) -> None:
+    """Raises DamagedError if a file of weights is not what was saved."""
+    for name, expected in record["checksums"].items():
+        path = safe_join(folder, name)
+        if not path.is_file() or checksum(path) != expected:
+            raise DamagedError(f"{path} is missing or was altered since it was saved: save the model again")
+
+
 def read_configs(record: dict[str, Any]) -> list[MemoryConfig]:
     """The settings of each memory in a record."""
     configs = []
@@ -111,18 +119,15 @@ def load_base(folder: Path, record: dict[str, Any]) -> PreTrainedModel:
 
 
 def load_memory(model: Any, folder: Path, record: dict[str, Any], check_base: bool) -> None:
-    """Fills an augmented model's memories from a folder, after checking that files and base are the ones recorded."""
+    """Fills an augmented model's memories from a folder, after checking that its base is the one recorded."""
     if check_base and model.memory.base_fingerprint != record["base"]["fingerprint"]:
         raise UsageError(
             f"the memories in {folder} were trained with other base weights ({record['base']['class']} from "
             f"{record['base']['name_or_path'] or folder}): pass the right base, or check_base=False to go on regardless"
         )
     state: dict[str, torch.Tensor] = {}
-    for name, expected in record["checksums"].items():
-        path = safe_join(folder, name)
-        if not path.is_file() or checksum(path) != expected:
-            raise DamagedError(f"{path} is missing or was altered since it was saved: save the model again")
-        with safe_open(path, framework="pt") as file:
+    for name in record["checksums"]:
+        with safe_open(safe_join(folder, name), framework="pt") as file:
             state |= {key: file.get_tensor(key) for key in file.keys() if key.startswith(MEMORY)}  # noqa: SIM118
     own = {name for name in model.state_dict() if name.startswith(MEMORY)}
     if own != state.keys():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mnemic.data.documents import Corpus
 from mnemic.data.hub import hub_corpus
-from mnemic.data.local import local_corpus
+from mnemic.data.local import local_corpus, present
 from mnemic.errors import UsageError
 from mnemic.registry import Registry
 
@@ -44,7 +44,7 @@ def open_corpus(source: str, path: str | None = None) -> Corpus:
     if not source:
         raise UsageError("no corpus was named: give a file, a folder, hf:<dataset> or a name such as stdlib")
     location = Path(source).expanduser()
-    if not location.exists() and location.name == source:
+    if location.name == source and not present(location):
         raise _unknown(source)
     return local_corpus(location, source)
 

@@ -25,7 +25,7 @@ def local_corpus(path: Path, name: str, rule: Rule | None = None) -> Corpus:
     A folder with sub-folders or files named train, valid (validation, val, dev) or test has its own splits. A path that
     itself has one of the two names for evaluation is all of that split. Anything else is divided 90/5/5.
     """
-    if not path.exists():
+    if not present(path):
         raise missing(path)
     rule = rule or files_as_documents
     if path.is_dir():
@@ -38,8 +38,11 @@ def local_corpus(path: Path, name: str, rule: Rule | None = None) -> Corpus:
 
 
 def files_under(path: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (path relative to `path`, file) for each file of a folder, recursive and sorted; hidden ones left out."""
-    if path.is_file():
+    """Yields (path relative to `path`, file) for each file of a folder, recursive and sorted.
+
+    Hidden files and folders are left out, links to folders are not followed.
+    """
+    if not path.is_dir():
         yield path.name, path
         return
     for item in listed(path):
@@ -65,12 +68,12 @@ def files_as_documents(path: Path) -> Iterator[Document]:
 def named_folder(name: str, path: str | None, *other_names: str) -> Path | None:
     """Where a named corpus lies: `path`, or the folder of that name in the one that MNEMIC_DATA names, or nowhere."""
     if path is not None:
-        if not (given := Path(path).expanduser()).exists():
+        if not present(given := Path(path).expanduser()):
             raise missing(given)
         return given
     data = os.environ.get(DATA)
     candidates = [Path(data).expanduser() / folder for folder in (name, *other_names)] if data else []
-    return next((candidate for candidate in candidates if candidate.exists()), None)
+    return next((candidate for candidate in candidates if present(candidate)), None)
 
 
 def joined_rows(file: Path, key: str) -> Iterator[Document]:
@@ -90,10 +93,21 @@ def is_jsonl(file: Path) -> bool:
     return unpacked_name(file).endswith(".jsonl")
 
 
+def present(path: Path) -> bool:
+    """Whether there is such a file or folder; UsageError where that may not be known."""
+    try:
+        path.stat()
+    except PermissionError:
+        raise UsageError(f"no permission to read {path}: change its rights or take another path") from None
+    except (OSError, ValueError):  # not there, or no possible name at all
+        return False
+    return True
+
+
 def missing(path: Path) -> UsageError:
     """The error for a path that does not exist: it suggests the nearest name in the deepest folder that does."""
     parent = path.parent
-    while not parent.is_dir() and parent != parent.parent:
+    while not os.path.isdir(parent) and parent != parent.parent:
         path, parent = parent, parent.parent
     try:
         near = difflib.get_close_matches(path.name, os.listdir(parent), n=1, cutoff=0.5)

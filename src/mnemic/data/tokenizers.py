@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from mnemic.data.documents import Document
-from mnemic.data.local import missing
+from mnemic.data.local import missing, present
 from mnemic.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
@@ -29,13 +29,14 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     name = str(name_or_path)
     local = Path(name).expanduser()
     is_path = isinstance(name_or_path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if is_path and not local.exists():
+    is_local = present(local)
+    if is_path and not is_local:
         raise missing(local)
     try:
-        return AutoTokenizer.from_pretrained(local if local.exists() else name)
+        return AutoTokenizer.from_pretrained(local if is_local else name)
     except Exception as error:  # what the hub and the formats raise has no common base class
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        where = "the folder" if local.exists() else "the hub or its cache"
+        where = "the folder" if is_local else "the hub or its cache"
         raise UsageError(
             f"no tokenizer {name!r} could be loaded from {where} ({reason}): "
             f"give a folder written by save_pretrained, or the name of one on the hub"
@@ -146,5 +147,6 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
             state.pop(passing, None)
     else:
         state = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    state["ends"] = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    ends = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    state["ends"] = [getattr(tokenizer, end) for end in ends]
     return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def biased_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
-    """softmax(scaling q k + bias) v for (B, heads, T or K, width) and a bias (B or 1, heads, T, K)."""
+    """softmax(scaling q k + bias) v for (B, heads, T or K, width) and a bias (B or 1, heads or 1, T, K)."""
     return _BiasedAttention.apply(query, key, value, bias.to(query.dtype), scaling)
 
 
@@ -27,23 +28,21 @@ class _BiasedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         query, key, value, bias, output = ctx.saved_tensors
         above = gradients[0]
         # The sum over keys of weight x its gradient is the same as output x its gradient, summed over the width.
         mean = (above * output).sum(-1, keepdim=True)
         to_query, to_key, to_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        to_bias = torch.zeros_like(bias) if bias.shape[0] == 1 else torch.empty_like(bias)
+        to_bias = torch.zeros_like(bias)
         for row in range(query.shape[0]):  # one row at a time: the (heads, T, K) arrays stay in the processor's cache
-            own = 0 if bias.shape[0] == 1 else row
+            own = row if bias.shape[0] > 1 else 0
             scores = torch.baddbmm(bias[own], query[row], key[row].transpose(1, 2), alpha=ctx.scaling)
             weights = scores.softmax(-1)  # much faster than exp(scores - normaliser), which is slow where masked
             torch.bmm(weights.transpose(1, 2), above[row], out=to_value[row])
             slope = torch.bmm(above[row], value[row].transpose(1, 2)).sub_(mean[row]).mul_(weights)
-            if bias.shape[0] == 1:
-                to_bias[0] += slope
-            else:
-                to_bias[row] = slope
+            to_bias[own] += slope if bias.shape[1] > 1 else slope.sum(0, keepdim=True)
             to_query[row] = torch.bmm(slope, key[row]).mul_(ctx.scaling)
             to_key[row] = torch.bmm(slope.transpose(1, 2), query[row]).mul_(ctx.scaling)
         return to_query, to_key, to_value, to_bias, None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 ROWS = 512  # rows of logits worked on at a time: a few megabytes, so that temporary copies stay small
@@ -34,6 +35,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         return losses * kept
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         logits, normaliser, chosen, kept = ctx.saved_tensors
         upstream = (gradients[0] * kept).unsqueeze(1)

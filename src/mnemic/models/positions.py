@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from mnemic.models.config import MnemicDecoderConfig
 from mnemic.models.layout import Layout
@@ -45,6 +46,7 @@ class _Rotate(torch.autograd.Function):
         return _turned(states, cos, sin)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _turned(gradients[0], cos, -sin), None, None

@@ -186,6 +186,24 @@ def test_unknown_names_and_splits(tmp_path, monkeypatch):
         open_corpus("enwik8", str(tmp_path / "nothing"))
 
 
+@pytest.mark.parametrize("source", ["x" * 5000, "a\0b", "folder/" + "x" * 5000, "/dev/null"])
+def test_impossible_paths(source):
+    with pytest.raises(UsageError, match=r"no corpus, file or folder|no such file or folder|is empty"):
+        open_corpus(source).documents("train")
+
+
+def test_folders_that_may_not_be_read(tmp_path, monkeypatch):
+    def forbidden(self: Path, **_: object) -> None:  # root may read anything, so the system's word is put in
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "iterdir", forbidden)
+    with pytest.raises(UsageError, match="no permission to read"):
+        open_corpus(str(tmp_path))
+    monkeypatch.setattr(Path, "stat", forbidden)
+    with pytest.raises(UsageError, match="no permission to read"):
+        open_corpus(str(tmp_path))
+
+
 def test_a_split_without_documents_says_so(tmp_path):
     make(tmp_path, {"a.txt": "one line only"})
     with pytest.raises(UsageError, match=r"the 'valid' split of .* has no document"):

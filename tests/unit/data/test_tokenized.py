@@ -59,6 +59,12 @@ def test_documents_are_start_text_end(tmp_path, bpe, folder):
         corpus[4]
 
 
+def test_what_a_call_left_set_in_the_tokenizer_changes_nothing(bpe):
+    expected = tokenize_corpus(DOCUMENTS, bpe)
+    bpe("a b c d", truncation=True, padding="max_length", max_length=2)
+    assert same(tokenize_corpus(DOCUMENTS, bpe), expected)
+
+
 def test_a_line_end_that_is_the_end_token_is_not_doubled(word):
     corpus = tokenize_corpus([Document("a", "hello world\n"), Document("b", "hello")], word)
     end, hello, world = word.convert_tokens_to_ids(["<eos>", "hello", "world"])
