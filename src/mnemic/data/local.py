@@ -28,10 +28,8 @@ def local_corpus(path: Path, name: str, rule: Rule | None = None) -> Corpus:
     if not present(path):
         raise missing(path)
     rule = rule or files_as_documents
-    if path.is_dir():
-        listed(path)
-        if splits := _own_splits(path):
-            return Corpus(name, {split: partial(_each, rule, items) for split, items in splits.items()})
+    if path.is_dir() and (splits := _own_splits(path)):
+        return Corpus(name, {split: partial(_each, rule, items) for split, items in splits.items()})
     read: Reader = partial(rule, path)
     own = _split_named(path)
     return Corpus(name, {own: read}) if own in ("valid", "test") else divided(name, read)

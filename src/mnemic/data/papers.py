@@ -155,12 +155,14 @@ def _hub_pages(split: str) -> Iterator[Document]:
 
 
 def _joined(path: Path, key: str, join_folder: Callable[[Path], str]) -> Iterator[Document]:
-    """Each sub-folder is a document; in a .jsonl file, consecutive rows with the same `key` are."""
+    """Each sub-folder is a document; in a .jsonl file, consecutive rows with the same `key`; any other file is one."""
     for item in listed(path) if path.is_dir() else [path]:
         if is_jsonl(item):
             yield from joined_rows(item, key)
         elif item.is_dir():
             yield Document(item.name, join_folder(item))
+        elif item == path:
+            yield Document(item.name, read_text(item))
 
 
 def _proof_pile(name: str, part: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mnemic.data.documents import SPLITS, Corpus, Document
 from mnemic.data.hub import HUB_SPLITS, paper_rows
-from mnemic.data.local import files_under, local_corpus, named_folder
+from mnemic.data.local import files_as_documents, files_under, is_jsonl, local_corpus, named_folder
 from mnemic.data.reading import lines_of, read_pieces
 from mnemic.errors import DamagedError, UsageError
 
@@ -36,7 +36,7 @@ def _wikitext(name: str, path: str | None) -> Corpus:
 
 def _articles_under(path: Path) -> Iterator[Document]:
     for _, file in files_under(path):
-        yield from articles(lines_of(read_pieces(file)))
+        yield from files_as_documents(file) if is_jsonl(file) else articles(lines_of(read_pieces(file)))
 
 
 def _hub_articles(name: str, split: str) -> Iterator[Document]:
@@ -77,7 +77,7 @@ def enwik8(path: str | None) -> Corpus:
     folder = named_folder("enwik8", path)
     if folder is None:
         read: Callable[[], Iterable[str]] = _hub_enwik8
-    elif file := next((file for name, file in files_under(folder) if name.split(".")[0] == "enwik8"), None):
+    elif file := next((file for name, file in files_under(folder) if file == folder or name[:6] == "enwik8"), None):
         read = partial(read_pieces, file)
     else:
         return local_corpus(folder, "enwik8")

@@ -62,13 +62,13 @@ class Attention(nn.Module):
         name = self.config._attn_implementation
         dropout = self.config.attention_dropout if self.training else 0.0
         weights = None
+        if mask is not None and mask.dtype != torch.bool:  # under autocast the heads may be narrower than the mask
+            mask = additive(mask, query.dtype)
         if name == "sdpa" and mask is not None and mask.requires_grad and query.device.type == "cpu" and not dropout:
             output = biased_attention(query, key, value, mask, self.scaling).transpose(1, 2)
         else:
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
-            output, weights = attention(
-                self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs
-            )
+            output, weights = attention(self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs)
         return self.o_proj(output.flatten(2)), weights
 
 
@@ -124,7 +124,7 @@ class CrossAttention(Attention):
         """The attention's output (B, T, hidden_size), and its weights where the attention function gives them."""
         query = self.q_proj(hidden_states).unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
         if past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
-            layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
+            layer: Any = past_key_values.cross_attention_cache.layers[self.layer_idx]
             key, value = layer.keys, layer.values
         else:
             states = self.kv_proj(encoder_hidden_states).unflatten(2, (2, self.heads, self.head_dim))

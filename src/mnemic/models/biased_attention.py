@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 def biased_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
     """softmax(scaling q k + bias) v for (B, heads, T or K, width) and a bias (B or 1, heads or 1, T, K)."""
-    return _BiasedAttention.apply(query, key, value, bias.to(query.dtype), scaling)
+    return _BiasedAttention.apply(query, key, value, bias, scaling)
 
 
 class _BiasedAttention(torch.autograd.Function):

@@ -41,6 +41,11 @@ class XLCache(Cache):
         self.segment: Segment | None = None
 
     @property
+    def columns(self) -> list[_Layer]:
+        """What each layer of the model has stored."""
+        return self.layers  # type: ignore[return-value]
+
+    @property
     def length(self) -> int:
         """Number of columns stored now; the keys of the next forward are these and then its inputs."""
         return self.positions.shape[1]
@@ -91,11 +96,13 @@ class XLCache(Cache):
         self.positions, self.documents = positions[:, -self.limit :], documents[:, -self.limit :]
         return order
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """The cached and the new keys and values of a layer; the last ones are kept for the next segment."""
         if self.segment is None:
             raise UsageError("an XL cache works with mnemic's decoder only; give other models their own cache")
-        return self.segment.update(keys, values, layer_idx)
+        return self.segment.update(key_states, value_states, layer_idx)
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
         """Forgets everything, or only what the given rows saw."""
@@ -115,9 +122,9 @@ class XLCache(Cache):
         """All that the cache knows, to be saved; `load_tensors` puts it back exactly."""
         found = {name: getattr(self, name).clone() for name in _MARKS}
         found["seen"] = torch.tensor(self.seen)
-        for index, layer in enumerate(self.layers):
-            if layer.is_initialized:
-                found[f"keys.{index}"], found[f"values.{index}"] = layer.keys.clone(), layer.values.clone()
+        for index, layer in enumerate(self.columns):
+            if (stored := layer.stored()) is not None:
+                found[f"keys.{index}"], found[f"values.{index}"] = (states.clone() for states in stored)
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -135,7 +142,7 @@ class XLCache(Cache):
         for name in _MARKS:
             setattr(self, name, tensors[name].to(device, copy=True))
         self.seen = int(tensors["seen"])
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.columns):
             layer.reset()
             if kept:
                 layer.store(
@@ -149,7 +156,7 @@ class XLCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes row i a copy of row `beam_idx[i]`, as beam search asks."""
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -196,7 +203,7 @@ class Segment:
         self.layout = layout
         self._cache = cache
         self._order = order
-        self._past = [(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers]
+        self._past = [layer.stored() for layer in cache.columns]
         self._written: set[int] = set()
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -205,7 +212,7 @@ class Segment:
         if layer_idx not in self._written:
             self._written.add(layer_idx)
             kept = (self._kept(new, past and past[side]) for side, new in enumerate((keys, values)))
-            cache.layers[layer_idx].store(*kept)
+            cache.columns[layer_idx].store(*kept)
         if past is not None:
             keys, values = torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
         return keys, values
@@ -227,6 +234,10 @@ class _Layer(DynamicLayer):
     """Keys and values of one layer, (B, heads, columns, head width)."""
 
     is_croppable = False
+
+    def stored(self) -> tuple[Tensor, Tensor] | None:
+        """The stored keys and values, if there are any."""
+        return None if self.keys is None or self.values is None else (self.keys, self.values)
 
     def store(self, keys: Tensor, values: Tensor) -> None:
         """Replaces the stored tensors; whoever still holds the old ones sees no change."""

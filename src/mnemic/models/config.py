@@ -4,6 +4,7 @@
 
 import dataclasses
 import difflib
+import itertools
 from typing import Any, ClassVar, Literal
 
 from transformers import GenerationConfig, PreTrainedConfig
@@ -110,7 +111,7 @@ class MnemicDecoderConfig(BackboneConfig):
         if self.xl_length < 0:
             raise UsageError(f"xl_length = {self.xl_length}: expected 0 (no XL cache) or a number of tokens")
         bounds = [0, *self.adaptive_cutoffs, self.vocab_size]
-        if any(low >= high for low, high in zip(bounds, bounds[1:], strict=False)):
+        if any(low >= high for low, high in itertools.pairwise(bounds)):
             raise UsageError(
                 f"adaptive_cutoffs {self.adaptive_cutoffs}: expected rising numbers between 0 and the vocabulary's "
                 f"size, {self.vocab_size}"

@@ -162,7 +162,7 @@ class MnemicDecoderModel(MnemicDecoderPreTrainedModel):
             return attention_mask
         if isinstance(past, Segment) or starts is not None:
             return self._registered_mask(layout.visible(), embeds.dtype)
-        return create_causal_mask(self.config, embeds, attention_mask, past, position_ids)
+        return create_causal_mask(self.config, embeds, attention_mask, past, position_ids)  # type: ignore[return-value]
 
     def _registered_mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """The mask (B or 1, 1, T, K) that transformers' mask function makes of who sees whom.
@@ -191,7 +191,8 @@ class MnemicDecoderModel(MnemicDecoderPreTrainedModel):
         """What the layers need to know of positions, and the mask with T5's bias in it."""
         kind, dtype = self.config.position, embeds.dtype
         if kind == "rotary":
-            return mask, rotary_terms(layout.positions, self.config.head_dim, self.config.rotary_base, dtype)
+            width: int = self.config.head_dim  # type: ignore[assignment]
+            return mask, rotary_terms(layout.positions, width, self.config.rotary_base, dtype)
         if kind == "sinusoidal":
             return mask, None
         queries, keys = layout.positions.shape[1], layout.key_positions.shape[1]
@@ -266,7 +267,7 @@ class MnemicDecoderForCausalLM(MnemicDecoderPreTrainedModel, GenerationMixin):
             targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
             loss = mean_loss(token_cross_entropy(logits.flatten(0, 1), targets), targets, num_items_in_batch)
         return CausalLMOutputWithPast(
-            loss=loss,
+            loss=loss,  # type: ignore[arg-type]
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -296,7 +297,7 @@ class MnemicDecoderForCausalLM(MnemicDecoderPreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As transformers does it; an XL cache knows the positions better than a count of all tokens."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         if isinstance(inputs.get("past_key_values"), XLCache):
             inputs.pop("position_ids", None)
         return inputs

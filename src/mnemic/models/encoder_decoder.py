@@ -56,7 +56,7 @@ class Stack(MnemicEncoderDecoderPreTrainedModel):
     def __init__(self, config: MnemicEncoderDecoderConfig, layers: int, causal: bool) -> None:
         super().__init__(config)
         pre_norm = config.norm == "pre"
-        self.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, config.hidden_size**0.5)
+        self.embed_tokens: nn.Module = ScaledEmbedding(config.vocab_size, config.hidden_size, config.hidden_size**0.5)
         self.layers = nn.ModuleList(
             Block(config, index, causal=causal, pre_norm=pre_norm, cross=causal) for index in range(layers)
         )
@@ -191,16 +191,17 @@ class MnemicEncoderDecoderModel(MnemicEncoderDecoderPreTrainedModel):
         **kwargs: Any,
     ) -> Seq2SeqModelOutput:
         """The decoder's hidden states; the arguments are those of the model with the output layer."""
-        if encoder_outputs is None:
-            encoder_outputs = self.encoder(
+        encoded: Any = encoder_outputs
+        if encoded is None:
+            encoded = self.encoder(
                 input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
             )
-        elif not isinstance(encoder_outputs, BaseModelOutput):
-            encoder_outputs = BaseModelOutput(*encoder_outputs[:3])
+        elif not isinstance(encoded, BaseModelOutput):
+            encoded = BaseModelOutput(*encoded[:3])
         outputs = self.decoder(
             input_ids=decoder_input_ids,
             attention_mask=decoder_attention_mask,
-            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoded.last_hidden_state,
             encoder_attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=decoder_inputs_embeds,
@@ -213,9 +214,9 @@ class MnemicEncoderDecoderModel(MnemicEncoderDecoderPreTrainedModel):
             decoder_hidden_states=outputs.hidden_states,
             decoder_attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
-            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
-            encoder_hidden_states=encoder_outputs.hidden_states,
-            encoder_attentions=encoder_outputs.attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
         )
 
 
@@ -283,7 +284,7 @@ class MnemicEncoderDecoderForConditionalGeneration(MnemicEncoderDecoderPreTraine
             targets = labels.flatten()
             loss = mean_loss(token_cross_entropy(logits.flatten(0, 1), targets), targets, num_items_in_batch)
         return Seq2SeqLMOutput(
-            loss=loss,
+            loss=loss,  # type: ignore[arg-type]
             logits=logits,
             past_key_values=outputs.past_key_values,
             decoder_hidden_states=outputs.decoder_hidden_states,

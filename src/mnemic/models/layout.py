@@ -94,16 +94,15 @@ def plain_layout(
     real tokens of the 2D mask.
     """
     batch, length = shape
-    flat = attention_mask is not None and attention_mask.ndim == 2
-    if starts is None and not flat:
+    flat = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+    if starts is None and flat is None:
         if position_ids is None:
             position_ids = torch.arange(cached, cached + length, device=device).unsqueeze(0)
         back = position_ids[:, :1] - torch.arange(cached, 0, -1, device=device)
         return Layout(position_ids, torch.cat([back, position_ids], dim=1))
     real = torch.ones(batch, cached + length, dtype=torch.bool, device=device)
-    if flat:
-        given = attention_mask != 0  # type: ignore[operator]
-        real[:, -given.shape[1] :] = given[:, -real.shape[1] :]
+    if flat is not None:
+        real[:, -flat.shape[1] :] = flat[:, -real.shape[1] :] != 0
     if starts is not None:
         starts = torch.cat([starts.new_zeros(batch, cached), starts], dim=1)
     key_positions, documents = place(real, starts, 0, 0)

@@ -36,9 +36,15 @@ def visible(query_documents: Tensor, key_documents: Tensor, query_order: Tensor,
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A true-where-seen mask as a mask to be added to attention scores; one that is additive already is only cast."""
+    """A true-where-seen mask as a mask to be added to attention scores; one that is additive already is only cast.
+
+    The lowest number of a wider type must not become minus infinity, or padding would no longer be finite.
+    """
+    if mask.dtype == dtype:
+        return mask
     if mask.dtype != torch.bool:
-        return mask.to(dtype)
+        lowest = max(torch.finfo(dtype).min, torch.finfo(mask.dtype).min)
+        return mask.clamp(min=lowest).to(dtype)
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), hidden)
 

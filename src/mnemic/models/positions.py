@@ -118,13 +118,14 @@ class XLRelative(nn.Module):
         """The query with the content bias, and the position scores (B, heads, T, K), both for (B, heads, T, width)."""
         heads, width = self.position_bias.shape
         keys = self.projection(terms.sinusoids).view(-1, heads, width).permute(1, 2, 0)  # (heads, width, distances)
-        scores = (query + self.position_bias[:, None]) * self.scaling @ keys
+        content, place = (bias.to(query.dtype)[:, None] for bias in (self.content_bias, self.position_bias))
+        scores = (query + place) * self.scaling @ keys
         if terms.index is None:
             scores = _shift(scores)
         else:
             index = terms.index.unsqueeze(1).expand(query.shape[0], heads, -1, -1)
             scores = scores.gather(3, index)
-        return query + self.content_bias[:, None], scores
+        return query + content, scores
 
 
 def _shift(scores: Tensor) -> Tensor:

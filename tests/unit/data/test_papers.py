@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import lzma
 from typing import Any
 
 import pytest
 
-from mnemic.data import SPLITS, open_corpus, papers, wikipedia
+from mnemic.data import CORPORA, SPLITS, open_corpus, papers, wikipedia
 from mnemic.data.papers import is_long
 from mnemic.data.wikipedia import articles
 from mnemic.errors import DamagedError, UsageError
@@ -50,11 +52,12 @@ def test_wikitext_from_files(tmp_path, monkeypatch):
     assert list(texts(open_corpus("wikitext-2"), "valid")) == ["First Article", "Second = Article"]
 
 
-def test_enwik8_is_cut_by_bytes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("given", [".", "enwik8.txt"])
+def test_enwik8_is_cut_by_bytes(tmp_path, monkeypatch, given):
     data = ("abcdefghä\n" * 10).encode()[:100]
     (tmp_path / "enwik8.txt").write_bytes(data)
     monkeypatch.setattr(wikipedia, "ENWIK8_BYTES", {"train": (0, 77), "valid": (77, 88), "test": (88, 99)})
-    corpus = open_corpus("enwik8", str(tmp_path))
+    corpus = open_corpus("enwik8", str(tmp_path / given))
     parts = [next(corpus.documents(split)).text.encode() for split in SPLITS]
     assert [len(part) for part in parts] == [77, 11, 11]
     assert b"".join(parts) == data[:99]
@@ -78,6 +81,20 @@ def test_rows_of_one_repository_are_joined(tmp_path):
     rows = [{"repo": repo, "text": text} for repo, text in (("a", "1"), ("a", "2\n"), ("b", "3"))]
     make(tmp_path, {"train.jsonl": "\n".join(map(json.dumps, rows))})
     assert texts(open_corpus("github", str(tmp_path)), "train") == {"a": "1\n2\n", "b": "3\n"}
+
+
+@pytest.mark.parametrize("name", sorted({*CORPORA} - {"stdlib"}))
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "txt.gz", "jsonl.xz"])
+def test_every_named_corpus_reads_files_of_splits(tmp_path, monkeypatch, name, suffix):
+    text = "word " * 5000
+    data = (json.dumps({"id": 1, "text": text}) if "jsonl" in suffix else text).encode()
+    (tmp_path / name).mkdir()
+    for split in SPLITS:
+        packed = {"gz": gzip.compress, "xz": lzma.compress}.get(suffix.split(".")[-1], bytes)(data)
+        (tmp_path / name / f"{split}.{suffix}").write_bytes(packed)
+    monkeypatch.setenv("MNEMIC_DATA", str(tmp_path))
+    assert open_corpus(name).splits == SPLITS
+    assert [document.text.strip() for document in open_corpus(name).documents("valid")] == [text.strip()]
 
 
 def theory(name: str, *imported: str) -> str:

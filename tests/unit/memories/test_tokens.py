@@ -70,7 +70,11 @@ def test_a_closed_gate_opens_when_that_helps() -> None:
     assert closed.abs().min() > 1e-5
     with torch.no_grad():
         gate.copy_(-closed.sign())
-    assert torch.equal(model.memory.tokens.layer.bias() > math.log(CLOSED) + 1, closed < 0)
+    gate.grad = None
+    loss().backward()
+    assert torch.equal(model.memory.tokens.layer.bias(), torch.where(closed < 0, 0.0, math.log(CLOSED)))
+    assert gate.grad.isfinite().all()
+    assert gate.grad[closed > 0].abs().min() > 0, "a gate pushed below zero can still open"
 
 
 def test_logits_labels_and_hidden_states_have_the_length_of_the_input() -> None:

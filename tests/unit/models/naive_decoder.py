@@ -57,7 +57,9 @@ def naive_hidden(model: MnemicDecoderForCausalLM, embeds: Tensor, positions: lis
     if config.position == "sinusoidal":
         states = states + torch.stack([sinusoid(p, config.hidden_size) for p in positions])
     for index, layer in enumerate(model.model.layers):
-        queries, keys, values = layer.self_attn.qkv_proj(layer.self_attn_norm(states)).view(count, 3, heads, width).unbind(1)
+        queries, keys, values = (
+            layer.self_attn.qkv_proj(layer.self_attn_norm(states)).view(count, 3, heads, width).unbind(1)
+        )
         outputs = torch.zeros(count, heads, width, dtype=torch.float64)
         for head in range(heads):
             for i in range(count):

@@ -67,7 +67,9 @@ def test_losses_equal_torchs_and_never_form_the_vocabulary(monkeypatch: pytest.M
     hidden, targets = torch.randn(40, 16, dtype=torch.float64), torch.randint(0, 61, (40,))
     widths: list[tuple[int, ...]] = []
     tail = AdaptiveSoftmax._tail
-    monkeypatch.setattr(AdaptiveSoftmax, "_tail", lambda self, h, band: widths.append((band, len(h))) or tail(self, h, band))
+    monkeypatch.setattr(
+        AdaptiveSoftmax, "_tail", lambda self, h, band: widths.append((band, len(h))) or tail(self, h, band)
+    )
     found = model.lm_head.losses(hidden, targets)
     torch.testing.assert_close(found, -oracle(model.lm_head)(hidden, targets).output, rtol=1e-10, atol=1e-10)
     in_band = [int(((targets >= low) & (targets < high)).sum()) for low, high in ((20, 45), (45, 61))]

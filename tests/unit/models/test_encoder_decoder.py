@@ -35,7 +35,9 @@ def tiny(norm: str, **options: Any) -> MnemicEncoderDecoderForConditionalGenerat
         **options,
     }
     torch.manual_seed(0)
-    return MnemicEncoderDecoderForConditionalGeneration(MnemicEncoderDecoderConfig(norm=norm, **settings)).double().eval()
+    return (
+        MnemicEncoderDecoderForConditionalGeneration(MnemicEncoderDecoderConfig(norm=norm, **settings)).double().eval()
+    )
 
 
 @pytest.fixture(params=["post", "pre"])
@@ -207,8 +209,11 @@ def test_saved_and_loaded(norm: str, tied: bool, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
-    found = loaded(SOURCE, decoder_input_ids=TARGET).logits
-    assert torch.equal(found, model(SOURCE, decoder_input_ids=TARGET).logits)
+    for one, other in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1])
+    logits = [each(SOURCE, decoder_input_ids=TARGET).logits for each in (model, loaded)]
+    torch.testing.assert_close(*logits, rtol=1e-12, atol=1e-12)
 
 
 def test_parameters_are_counted_as_in_the_paper() -> None:

@@ -44,6 +44,8 @@ def test_additive_masks() -> None:
     assert additive(torch.tensor([True, False]), torch.float32).tolist() == [0, torch.finfo(torch.float32).min]
     given = torch.tensor([0.0, -3.0])
     assert additive(given, torch.float64).tolist() == [0.0, -3.0]
+    lowest = torch.full((1,), torch.finfo(torch.float32).min)
+    assert additive(lowest, torch.bfloat16).isfinite().all()
 
 
 def test_real_tokens_of_flat_and_square_masks() -> None:

@@ -23,7 +23,9 @@ def test_every_option_is_documented(kind: Any) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        MnemicDecoderConfig(position="t5", xl_length=64, adaptive_cutoffs=[100, 1000], head_dim=10, eos_token_id=[1, 2]),
+        MnemicDecoderConfig(
+            position="t5", xl_length=64, adaptive_cutoffs=[100, 1000], head_dim=10, eos_token_id=[1, 2]
+        ),
         MnemicEncoderDecoderConfig(norm="pre", hidden_size=128, decoder_start_token_id=3, pad_token_id=0),
     ],
 )

@@ -7,15 +7,15 @@ import functools
 
 import pytest
 import torch
-from tests.unit.models.conftest import KINDS, tiny_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.models.naive_decoder import naive_logits
 from torch import Tensor
 from transformers import DynamicCache
 
 from mnemic.errors import UsageError
 from mnemic.models import EVERY, PADDING, MnemicDecoderForCausalLM, XLCache, visibility
+from tests.unit.models.conftest import KINDS, tiny_decoder
+from tests.unit.models.naive_decoder import naive_logits
 
 ROWS, LENGTH = 2, 14
 
@@ -51,7 +51,7 @@ def as_starts(rows: list[set[int]]) -> Tensor:
     return starts
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(position=st.sampled_from(KINDS), cuts=cuts, rows=documents, seed=st.integers(0, 99))
 @torch.no_grad()
 def test_segments_equal_one_long_forward(position: str, cuts: list[int], rows: list[set[int]], seed: int) -> None:
@@ -60,7 +60,7 @@ def test_segments_equal_one_long_forward(position: str, cuts: list[int], rows: l
     torch.testing.assert_close(in_segments(model, ids, starts, cuts), whole, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(position=st.sampled_from(KINDS), limit=st.integers(1, 8), cuts=cuts, rows=documents, seed=st.integers(0, 99))
 @torch.no_grad()
 def test_a_short_cache_equals_naive_masked_attention(

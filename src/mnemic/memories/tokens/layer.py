@@ -39,4 +39,5 @@ class MemoryTokenLayer(nn.Module):
         """
         if self.gate is None:
             return None
-        return (self.gate + (self.gate.clamp(min=CLOSED) - self.gate).detach()).log()
+        opening = self.gate.detach().clamp(min=CLOSED)
+        return opening.log() + (self.gate - self.gate.detach()) / opening
