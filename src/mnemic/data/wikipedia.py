@@ -65,7 +65,7 @@ def articles(lines: Iterable[str]) -> Iterator[Document]:
 
 def _is_title(line: str) -> bool:
     line = line.strip()
-    return len(line) > 4 and line[:2] == "= " and line[-2:] == " =" and line[2] != "=" and line[-3] != "="
+    return len(line) > 4 and line[:2] == "= " and line[-2:] == " =" and line[2] != "="
 
 
 def enwik8(path: str | None) -> Corpus:

@@ -69,7 +69,7 @@ class XLCache(Cache):
         if attention_mask is not None:
             real = real_tokens(attention_mask, length)[:, prefix:].expand(batch, -1)
         starts = None if document_starts is None else document_starts[:, prefix:]
-        positions, documents = place(real, starts, self.next_position[:, None], self.document[:, None])
+        positions, documents = place(real, starts, self.next_position[:, None], 0)
         before = torch.arange(-prefix, 0, device=positions.device).expand(batch, -1)
         queries = torch.cat([before, positions], dim=1) if position_ids is None else position_ids.expand(batch, -1)
         layout = Layout(

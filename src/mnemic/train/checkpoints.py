@@ -3,8 +3,8 @@
     checkpoints/step-00000500/
         model.safetensors      weights and buffers; a tied weight once
         optimizer.safetensors  "parameter/quantity" -> tensor
-        carry.safetensors      what the model carries from segment to segment (XL cache)
-        random.safetensors     states of the random generators
+        carry.safetensors      what each row carries from segment to segment (XL cache)
+        random.safetensors     states of the random generators: "rank of the process/generator" -> tensor
         state.json             everything else: step, config, place in the data, names of tied weights
         checksums.json         a checksum for each of the files above
 

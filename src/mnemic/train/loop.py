@@ -5,11 +5,13 @@ back-propagated, the gradient divided by the number of targets of the whole batc
 the state of a run is complete, and a checkpoint holds all of it: killed at any moment and resumed, a run makes the
 same losses as if it had never stopped, bit for bit on the same machine.
 
-One process trains; the documents and the carry of each row are not divided among several yet.
+Several processes divide the rows of a batch among them and make the losses that one would make, but for the order in
+which floating-point numbers are added up. The main process alone writes; all read the same `out` folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -21,11 +23,13 @@ import torch
 from accelerate.utils import set_seed
 from tqdm import tqdm
 
-from mnemic.data import DocumentStreams, open_corpus, tokenize_corpus
+from mnemic.data import DocumentStreams, TokenizedCorpus, open_corpus, tokenize_corpus
 from mnemic.errors import MnemicError, UsageError
 from mnemic.files import lock, new_folder
+from mnemic.train.carries import join_rows, take_rows
 from mnemic.train.checkpoints import (
     Checkpoint,
+    load_checkpoint,
     load_model_tensors,
     load_newest,
     model_settings,
@@ -36,12 +40,13 @@ from mnemic.train.checkpoints import (
 from mnemic.train.config import TrainConfig
 from mnemic.train.objectives import Batch, check_length, make_objective
 from mnemic.train.optimizers import load_optimizer_tensors, make_optimizer, optimizer_tensors, select_trainable
+from mnemic.train.processes import Processes, check_divisible
 from mnemic.train.report import Log, commit, versions, write_report
 from mnemic.train.run import Progress, Run, finished_report, refuse_to_overwrite
 from mnemic.train.schedules import learning_rate
 from mnemic.train.state import mode, random_state, set_random_state, untouched
 from mnemic.train.terminal import interrupts, no_other_bars, progress_bar, say
-from mnemic.train.tracking import make_accelerator, start_trackers
+from mnemic.train.tracking import end_trackers, make_accelerator, start_trackers
 
 
 def train(model: Any, tokenizer: Any, corpus: Any, config: TrainConfig | None = None, **options: Any) -> Run:
@@ -52,53 +57,62 @@ def train(model: Any, tokenizer: Any, corpus: Any, config: TrainConfig | None = 
     if config is not None and options:
         raise UsageError("give train either a TrainConfig or options by name, not both")
     config = config or TrainConfig.from_dict(options)
-    out = Path(config.out)
-    refuse_to_overwrite(out, config.resume)
-    corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
-    with lock(out / "lock", f"the run folder {out}"), mode(model, training=True):
-        report = finished_report(out, config.steps)
-        loop = Loop(model, tokenizer, corpus, config)
-        if report is None:
-            report = loop.run()
+    out, processes = Path(config.out), Processes()
+    with processes.together():
+        if processes.is_main:
+            refuse_to_overwrite(out, config.resume)
+        corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
+        held = lock(out / "lock", f"the run folder {out}") if processes.is_main else contextlib.nullcontext()
+        with held, mode(model, training=True):
+            report = processes.from_main(lambda: finished_report(out, config.steps))
+            loop = Loop(model, tokenizer, corpus, config, processes)
+            if report is None:
+                report = processes.collect(loop.run())[0]
     return Run(out, report)
 
 
 class Loop:
-    """All that a run holds while it trains."""
+    """All that a run holds while it trains, in one of its processes."""
 
-    def __init__(self, model: Any, tokenizer: Any, corpus: Any, config: TrainConfig) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, corpus: Any, config: TrainConfig, processes: Processes | None = None
+    ) -> None:
         self.model, self.tokenizer, self.corpus, self.config = model, tokenizer, corpus, config
         self.out = Path(config.out)
         self.checkpoints = self.out / "checkpoints"
+        self.processes = processes or Processes()
         self.accelerator = make_accelerator(config)
+        check_divisible(model, self.processes, config.batch_size, config.accumulate)
         model.to(self.accelerator.device)
-        set_seed(config.seed)
+        self.processes.copy_from_main(model)
+        set_seed(config.seed, device_specific=True)
         check_length(model, config.segment_length, "segment_length")
         self.objective = make_objective(config.objective, model, tokenizer, config.seed)
         self.parameters = select_trainable(model, config)
         self.optimizer = make_optimizer(self.parameters, config)
         self.stream = self.new_stream(self.tokenize(config.split))
         self.valid = self.tokenize("valid") if config.evaluate_every else None
-        rows = config.batch_size // config.accumulate
-        self.carries = [self.objective.new_carry(rows) for _ in range(config.accumulate)]
+        self.rows = config.batch_size // self.processes.count  # of each batch, in this process
+        self.carries = [self.objective.new_carry(self.rows // config.accumulate) for _ in range(config.accumulate)]
         self.progress = Progress()
         self.norm = 0.0
         self.saved_step: int | None = None
-        if (checkpoint := load_newest(self.checkpoints)) is not None:
+        if (checkpoint := self.newest_checkpoint()) is not None:
             self.restore(checkpoint)
-        self.log = Log(self.out / "log.jsonl", self.progress.step)
+        if self.processes.is_main:
+            self.log = Log(self.out / "log.jsonl", self.progress.step)
 
     # The steps
 
     def run(self) -> dict[str, Any]:
         """Trains until `steps` are made and returns the report; on ctrl-C ends the step, saves, and raises."""
-        config, progress = self.config, self.progress
+        config, progress, shown = self.config, self.progress, self.processes.is_main
         if self.saved_step is None:
             self.save()  # a run killed early begins again with the same weights, and a full disk shows at once
         start_trackers(self.accelerator, config, progress.step)
-        with interrupts() as interrupted, progress_bar(config.steps, "step", progress.step) as bar:
+        with interrupts(shown) as interrupted, progress_bar(config.steps, "step", progress.step, shown) as bar:
             batches = iter(self.stream)
-            while progress.step < config.steps and not interrupted.is_set():
+            while progress.step < config.steps and not self.processes.any(interrupted.is_set()):
                 self.step(next(batches))
                 bar.update()
                 if progress.step % config.log_every == 0 or progress.step == config.steps:
@@ -109,7 +123,7 @@ class Loop:
                     self.save()
             if self.saved_step != progress.step:
                 self.save()
-        self.accelerator.end_training()
+        end_trackers(self.accelerator)
         if progress.step < config.steps:
             self.write_report("interrupted")
             raise KeyboardInterrupt(
@@ -124,10 +138,11 @@ class Loop:
         config, progress, began = self.config, self.progress, time.monotonic()
         progress.step += 1
         total, count = 0.0, 0
-        for piece, carry in zip(self.pieces(self.objective.prepare(batch, progress.step)), self.carries, strict=True):
+        for piece, carry in zip(self.pieces(self.prepare(batch, progress.step)), self.carries, strict=True):
             loss, targets = self.loss(piece, carry)
             self.accelerator.backward(loss)
             total, count = total + loss.item(), count + targets
+        total, count = self.processes.add(self.parameters, total, count)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.div_(max(count, 1))
@@ -153,8 +168,8 @@ class Loop:
 
     def pieces(self, batch: Batch) -> Iterator[Batch]:
         """The batch cut into `accumulate` pieces of equally many rows."""
-        rows = self.config.batch_size // self.config.accumulate
-        for first in range(0, self.config.batch_size, rows):
+        rows = self.rows // self.config.accumulate
+        for first in range(0, self.rows, rows):
             yield {name: tensor[first : first + rows] for name, tensor in batch.items()}
 
     def break_down(self, why: str) -> NoReturn:
@@ -169,14 +184,28 @@ class Loop:
 
     def tokenize(self, split: str) -> Any:
         """The token ids of a split, kept in the run's folder."""
-        return tokenize_corpus(self.corpus.documents(split), self.tokenizer, self.out / "tokens" / split)
+        folder = self.out / "tokens" / split
+        if self.processes.is_main:
+            tokens = tokenize_corpus(self.corpus.documents(split), self.tokenizer, folder)
+        self.processes.collect(None)  # the others wait for the folder
+        return tokens if self.processes.is_main else TokenizedCorpus(folder)
 
     def new_stream(self, tokens: Any, epochs: int | None = None) -> Any:
-        """Document streams over tokens: shuffled and endless, or in order for a number of epochs."""
-        config = self.config
+        """This process' rows of document streams: shuffled and endless, or in order for a number of epochs."""
         return DocumentStreams(
-            tokens, config.batch_size, config.segment_length, seed=config.seed, shuffle=epochs is None, epochs=epochs
+            tokens,
+            self.rows,
+            self.config.segment_length,
+            seed=self.config.seed,
+            shuffle=epochs is None,
+            epochs=epochs,
+            rank=self.processes.rank,
+            world_size=self.processes.count,
         )
+
+    def prepare(self, batch: Batch, step: int) -> Batch:
+        """The batch as the objective reads it."""
+        return self.objective.prepare(batch, step, self.processes.rank, self.processes.count)
 
     # The figures
 
@@ -185,6 +214,8 @@ class Loop:
         progress = self.progress
         loss = progress.loss_sum / max(progress.loss_count, 1)
         progress.loss_sum, progress.loss_count = 0.0, 0
+        if not self.processes.is_main:
+            return
         rate = learning_rate(progress.step, self.config)
         figures = {"loss": loss, "learning_rate": rate, "gradient_norm": self.norm, "tokens": progress.tokens}
         self.log.append({"step": progress.step, **figures})
@@ -198,13 +229,15 @@ class Loop:
         """
         total, count = 0.0, 0
         with untouched(self.model):
-            carry = self.objective.new_carry(self.config.batch_size)
+            carry = self.objective.new_carry(self.rows)
             for number, batch in enumerate(self.new_stream(self.valid, epochs=1)):
-                loss, targets = self.loss(self.objective.prepare(batch, number), carry)
+                loss, targets = self.loss(self.prepare(batch, number), carry)
                 total, count = total + loss.item(), count + targets
+        total, count = self.processes.sum(total, count)
         mean = total / max(count, 1)
-        self.log.append({"step": self.progress.step, "evaluation": {"loss": mean, "tokens": count}})
-        self.accelerator.log({"valid_loss": mean}, step=self.progress.step)
+        if self.processes.is_main:
+            self.log.append({"step": self.progress.step, "evaluation": {"loss": mean, "tokens": count}})
+            self.accelerator.log({"valid_loss": mean}, step=self.progress.step)
         if self.progress.best is None or mean < self.progress.best:
             self.progress.best = mean
             self.save_model("best")
@@ -214,7 +247,9 @@ class Loop:
         return self.progress.tokens / max(self.progress.seconds, 1e-9)
 
     def write_report(self, status: str) -> dict[str, Any]:
-        """Writes report.json and returns it."""
+        """Writes report.json and returns it; nothing in processes that do not write."""
+        if not self.processes.is_main:
+            return {}
         config, progress, log = self.config, self.progress, self.log.entries
         report = {
             "status": status,
@@ -231,6 +266,7 @@ class Loop:
             "seconds": progress.seconds,
             "tokens_per_second": self.speed(),
             "device": str(self.accelerator.device),
+            "processes": self.processes.count,
             "threads": torch.get_num_threads(),
             "versions": versions(),
             "commit": commit(),
@@ -245,19 +281,19 @@ class Loop:
 
     def save(self) -> None:
         """Writes a checkpoint and the report."""
+        carries = self.processes.gather(join_rows([carry.tensors() for carry in self.carries if carry is not None]))
+        random_tensors, random_values = random_state()
+        generators, random_values = self.processes.gather(random_tensors), self.processes.collect(random_values)
+        self.saved_step = self.progress.step
+        if not self.processes.is_main:
+            return
         self.log.sync()
         weights, tied = model_tensors(self.model)
-        random_tensors, random_values = random_state()
         tensors = {
             "model": weights,
             "optimizer": optimizer_tensors(self.optimizer, self.parameters),
-            "carry": {
-                f"{number}/{name}": tensor
-                for number, carry in enumerate(self.carries)
-                if carry is not None
-                for name, tensor in carry.tensors().items()
-            },
-            "random": random_tensors,
+            "carry": join_rows(carries),
+            "random": {f"{rank}/{name}": state for rank, own in enumerate(generators) for name, state in own.items()},
         }
         state = {
             "config": self.config.to_dict(),
@@ -268,8 +304,15 @@ class Loop:
             "random": random_values,
         }
         save_checkpoint(self.checkpoints, Checkpoint(self.progress.step, tensors, state), self.config.keep)
-        self.saved_step = self.progress.step
         self.write_report("running")
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """The newest intact checkpoint, if there is one; the main process finds out which it is."""
+        checkpoint = load_newest(self.checkpoints) if self.processes.is_main else None
+        step = self.processes.collect(checkpoint and checkpoint.step)[0]
+        if step is None or self.processes.is_main:
+            return checkpoint
+        return load_checkpoint(self.checkpoints, step)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Takes up a run where a checkpoint left it; UsageError if it was made with other settings."""
@@ -286,19 +329,25 @@ class Loop:
         self.stream.load_state_dict(state["stream"])
         load_model_tensors(self.model, tensors["model"], state["tied"])
         load_optimizer_tensors(self.optimizer, self.parameters, tensors["optimizer"])
+        rank, rows = self.processes.rank, self.rows // self.config.accumulate
         for number, carry in enumerate(self.carries):
             if carry is not None:
-                prefix = f"{number}/"
-                mine = {n.removeprefix(prefix): t for n, t in tensors["carry"].items() if n.startswith(prefix)}
-                carry.load_tensors(mine)
+                carry.load_tensors(take_rows(tensors["carry"], rank * self.rows + number * rows, rows))
         self.progress = Progress(**state["progress"])
         self.saved_step = checkpoint.step
-        set_random_state(tensors["random"], state["random"])
-        if checkpoint.step < self.config.steps:
+        same_processes = len(state["random"]) == self.processes.count
+        if same_processes:
+            own = {n.partition("/")[2]: t for n, t in tensors["random"].items() if n.startswith(f"{rank}/")}
+            set_random_state(own, state["random"][rank])
+        if checkpoint.step < self.config.steps and self.processes.is_main:
             say(f"going on from step {checkpoint.step} of {self.config.steps} in {self.out}")
+            if not same_processes:
+                say(f"with {self.processes.count} processes (was {len(state['random'])}): dropout draws other numbers")
 
     def save_model(self, name: str) -> None:
         """Writes the model and its tokenizer to `out/name`."""
+        if not self.processes.is_main:
+            return
         with new_folder(self.out / name) as folder, os_errors_of_safetensors(), no_other_bars():
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)

@@ -31,12 +31,18 @@ class Objective(ABC):
         self.seed = seed
         self.accepts = frozenset(inspect.signature(model.forward).parameters)
 
-    def prepare(self, batch: Batch, step: int) -> Batch:
-        """The batch as this objective reads it; the same for the same seed and step."""
+    def prepare(self, batch: Batch, step: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """The batch as this objective reads it; the same for the same seed and step.
+
+        With several processes it is the part of this one, and is made what it would be as a part of the whole.
+        """
         return batch
 
     def new_carry(self, rows: int) -> Any:
-        """A fresh carry from segment to segment for a batch of `rows` rows, or None if the model has none."""
+        """A fresh carry from segment to segment for a batch of `rows` rows, or None if the model has none.
+
+        Its `tensors()`, which `load_tensors` puts back, have a row for each row of the batch, or are single numbers.
+        """
         return None
 
     @abstractmethod
@@ -101,14 +107,16 @@ class Masked(Objective):
             )
         self.special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
 
-    def prepare(self, batch: Batch, step: int) -> Batch:
+    def prepare(self, batch: Batch, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """Hides tokens, chosen by seed and step alone, and makes those that were there the targets."""
         tokens = batch["input_ids"]
+        rows, length = tokens.shape
+        own, everyone = slice(rank * rows, (rank + 1) * rows), (world_size * rows, length)
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         open_to_choice = batch["attention_mask"].bool() & ~torch.isin(tokens, self.special)
-        chosen = (torch.rand(tokens.shape, generator=draw) < self.chosen) & open_to_choice
-        fate = torch.rand(tokens.shape, generator=draw)
-        others = torch.randint(len(self.tokenizer), tokens.shape, generator=draw)
+        chosen = (torch.rand(everyone, generator=draw)[own] < self.chosen) & open_to_choice
+        fate = torch.rand(everyone, generator=draw)[own]
+        others = torch.randint(len(self.tokenizer), everyone, generator=draw)[own]
         shown = torch.where(chosen & (fate < self.hidden), self.tokenizer.mask_token_id, tokens)
         swap = chosen & (fate >= self.hidden) & (fate < self.hidden + self.swapped)
         return {

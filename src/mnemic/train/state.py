@@ -16,7 +16,7 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The states of Python's, NumPy's and torch's global generators, as tensors and as plain values."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors |= {f"cuda/{device}": state for device, state in enumerate(torch.cuda.get_rng_state_all())}
+        tensors["cuda"] = torch.cuda.get_rng_state()  # of the one device that this process uses
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
     numpy_state = {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}}
@@ -31,9 +31,8 @@ def set_random_state(tensors: dict[str, Tensor], values: dict[str, Any]) -> None
     key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
     np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
     torch.set_rng_state(tensors["torch"])
-    for name, state in tensors.items():
-        if name.startswith("cuda/") and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state, int(name.removeprefix("cuda/")))
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
 
 
 @contextlib.contextmanager

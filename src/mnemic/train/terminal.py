@@ -12,9 +12,10 @@ from typing import Any
 from tqdm import tqdm
 
 
-def progress_bar(total: int | None, what: str, initial: int = 0) -> tqdm:
+def progress_bar(total: int | None, what: str, initial: int = 0, shown: bool = True) -> tqdm:
     """A bar with speed and time left on stderr, where stderr is a terminal."""
-    return tqdm(total=total, initial=initial, unit=what, file=sys.stderr, disable=None, dynamic_ncols=True)
+    disable = None if shown else True
+    return tqdm(total=total, initial=initial, unit=what, file=sys.stderr, disable=disable, dynamic_ncols=True)
 
 
 def say(line: str) -> None:
@@ -37,7 +38,7 @@ def no_other_bars() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[threading.Event]:
+def interrupts(shown: bool = True) -> Iterator[threading.Event]:
     """Yields an event that the first ctrl-C sets, so that a step can end in peace; the second one raises as ever."""
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
@@ -48,7 +49,8 @@ def interrupts() -> Iterator[threading.Event]:
     def handle(number: int, frame: Any) -> None:
         signal.signal(signal.SIGINT, before)
         pressed.set()
-        say("stopping after this step (ctrl-C again to stop at once)")
+        if shown:
+            say("stopping after this step (ctrl-C again to stop at once)")
 
     signal.signal(signal.SIGINT, handle)
     try:

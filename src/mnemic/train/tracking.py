@@ -13,15 +13,16 @@ from mnemic.train.state import random_state, set_random_state
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """An Accelerator for one process with the configured trackers, which must be installed."""
+    """An Accelerator with the configured trackers, which must be installed."""
     for tracker in config.trackers:
         if importlib.util.find_spec(tracker) is None:
             raise UsageError(f"tracker {tracker!r} is not installed: pip install 'mnemic[track]'")
     accelerator = Accelerator(log_with=list(config.trackers) or None, project_dir=Path(config.out))
-    if accelerator.num_processes > 1 or accelerator.scaler is not None:
+    kind = accelerator.distributed_type.value
+    if not kind.startswith(("NO", "MULTI_")) or accelerator.scaler is not None:
         raise UsageError(
-            f"accelerate is set up for {accelerator.num_processes} processes and precision "
-            f"{accelerator.mixed_precision!r}: mnemic trains in one process, in float32 or bf16 by its own option"
+            f"accelerate is set up for {kind} and precision {accelerator.mixed_precision!r}: mnemic trains with a "
+            "whole model in each process, in float32 or bf16 by its own option"
         )
     return accelerator
 
@@ -38,3 +39,9 @@ def start_trackers(accelerator: Accelerator, config: TrainConfig, step: int) -> 
         "tracking", values, {"tensorboard": {"purge_step": step + 1}, "wandb": {"dir": config.out}}
     )
     set_random_state(*before)
+
+
+def end_trackers(accelerator: Accelerator) -> None:
+    """Closes the trackers; accelerate's own end of training would also part the processes for good."""
+    for tracker in accelerator.trackers:
+        tracker.finish()

@@ -230,6 +230,13 @@ def test_stdlib():
     assert all(len(texts(corpus, split)) >= 3 for split in SPLITS)
 
 
+def test_stdlib_leaves_out_tests_and_installed_packages(tmp_path):
+    files = {"json/b.py": "b", "json/a/x.py": "x", "this.py": "this", "abc/__init__.py": "abc"}
+    others = ["json/tests/t.py", "json/data.txt", "test/t.py", "site-packages/numpy.py", "numpy.py", "abc/test/t.py"]
+    make(tmp_path, {**files, **dict.fromkeys(others, "left out")})
+    assert everything(open_corpus("stdlib", str(tmp_path))) == {"json": "x\nb\n", "this": "this", "abc": "abc\n"}
+
+
 def test_every_registered_corpus_opens_without_reading_anything(monkeypatch):
     monkeypatch.delenv("MNEMIC_DATA", raising=False)
     for name in CORPORA:

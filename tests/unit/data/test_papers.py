@@ -27,6 +27,7 @@ WIKITEXT = [
     " Key : Pld \n",
     " = Played , W = \n",
     " Wins . \n",
+    " = Points = \n",
     " \n",
     " = Second = Article = \n",
     " \n",
@@ -37,8 +38,8 @@ WIKITEXT = [
 def test_an_article_starts_at_a_title_between_blank_lines():
     first, second = articles(WIKITEXT)
     assert (first.id, second.id) == ("First Article", "Second = Article")
-    assert first.text == "".join(WIKITEXT[:11])
-    assert second.text == "".join(WIKITEXT[11:])
+    assert first.text == "".join(WIKITEXT[:12])
+    assert second.text == "".join(WIKITEXT[12:])
 
 
 @pytest.mark.parametrize("lines", [[], ["no title at all\n"], [" = Only a title = \n"], WIKITEXT[3:], WIKITEXT[1:]])
@@ -111,6 +112,11 @@ def test_theories_come_after_what_they_import(tmp_path):
     make(tmp_path, theories)
     text = texts(open_corpus("isabelle", str(tmp_path)), "train")["Entry"]
     assert text == theories["train/Entry/sub/C.thy"] + theories["train/Entry/A.thy"] + theories["train/Entry/B.thy"]
+
+
+def test_a_theory_may_import_one_of_its_own_name_from_elsewhere():
+    both = {"A.thy": theory("A", '"HOL-Library.A"', "Z"), "Z.thy": theory("Z")}
+    assert papers._join_theories(both) == both["Z.thy"] + both["A.thy"]
 
 
 def test_theories_that_import_each_other_come_by_name():

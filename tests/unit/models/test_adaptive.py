@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mnemic.errors import UsageError
 from mnemic.models import MnemicDecoderForCausalLM
@@ -65,15 +65,17 @@ def test_token_losses_are_those_of_the_logits(tied: bool) -> None:
 def test_losses_equal_torchs_and_never_form_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder()
     hidden, targets = torch.randn(40, 16, dtype=torch.float64), torch.randint(0, 61, (40,))
-    widths: list[tuple[int, ...]] = []
-    tail = AdaptiveSoftmax._tail
-    monkeypatch.setattr(
-        AdaptiveSoftmax, "_tail", lambda self, h, band: widths.append((band, len(h))) or tail(self, h, band)
-    )
+    tail, computed = AdaptiveSoftmax._tail, []
+
+    def counted(self: AdaptiveSoftmax, hidden: Tensor, band: int) -> Tensor:
+        computed.append((band, len(hidden)))
+        return tail(self, hidden, band)
+
+    monkeypatch.setattr(AdaptiveSoftmax, "_tail", counted)
     found = model.lm_head.losses(hidden, targets)
     torch.testing.assert_close(found, -oracle(model.lm_head)(hidden, targets).output, rtol=1e-10, atol=1e-10)
     in_band = [int(((targets >= low) & (targets < high)).sum()) for low, high in ((20, 45), (45, 61))]
-    assert widths == [(1, in_band[0]), (2, in_band[1])]
+    assert computed == [(1, in_band[0]), (2, in_band[1])]
 
 
 def test_labels_give_the_mean_of_the_token_losses() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_incremental_decoding_equals_full(position: str, cuts: tuple[int, ...]) 
     mask[1, :2] = 0
     full = model(IDS, attention_mask=mask).logits
     cache, pieces, bounds = DynamicCache(), [], [0, *cuts, 11]
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in itertools.pairwise(bounds):
         outputs = model(IDS[:, low:high], attention_mask=mask[:, :high], past_key_values=cache, use_cache=True)
         pieces.append(outputs.logits)
     torch.testing.assert_close(torch.cat(pieces, 1)[mask == 1], full[mask == 1], **CLOSE)

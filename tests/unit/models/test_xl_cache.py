@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def in_segments(model: MnemicDecoderForCausalLM, ids: Tensor, starts: Tensor | N
     cache = model.new_cache(ids.shape[0])
     bounds = [0, *cuts, ids.shape[1]]
     logits = []
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in itertools.pairwise(bounds):
         part = None if starts is None else starts[:, low:high]
         logits.append(model(ids[:, low:high], past_key_values=cache, document_starts=part).logits)
         assert cache.length <= cache.limit
@@ -133,7 +134,7 @@ def test_memory_tokens_in_front_are_read_but_not_stored(position: str) -> None:
         cache = model.new_cache(ROWS)
         cache.prefix = 3
         logits, bounds = [], [0, *cuts, LENGTH]
-        for low, high in zip(bounds, bounds[1:], strict=False):
+        for low, high in itertools.pairwise(bounds):
             embeds = torch.cat([memory, model.model.embed_tokens(ids[:, low:high])], dim=1)
             marks = torch.cat([torch.zeros(ROWS, 3, dtype=torch.bool), starts[:, low:high]], dim=1)
             mask = None

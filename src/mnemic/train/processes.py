@@ -1,0 +1,185 @@
+"""Several processes that train together, started by `accelerate launch` or torchrun; or one, for which all is trivial.
+
+Each process has its own rows of every batch and its own copy of the model. There is no wrapper around the model: after
+the backward pass the gradients of all are added up in one go, whatever method of the model the loss came from.
+
+The processes meet: each says something to all others and goes on when it has heard them all. One that has failed says
+so at the meeting at which the others wait for it, so that none waits for ever; for this, all meet in the same order,
+and only gradients and weights travel outside of meetings. Messages are JSON and safetensors and go through the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from mnemic.errors import MnemicError, UsageError
+
+PATIENCE = timedelta(days=30)  # one may tokenise for hours while the others wait; a process that dies is noticed at once
+
+
+class FailedElsewhere(MnemicError):
+    """Another process has failed, and says why."""
+
+
+class Processes:
+    """This process among those that train together."""
+
+    def __init__(self) -> None:
+        state = PartialState(cpu=_on_cpu())
+        self.rank: int = state.process_index
+        self.count: int = state.num_processes
+        self.is_main = self.rank == 0
+        self._messages = dist.new_group(backend="gloo", timeout=PATIENCE) if self.count > 1 else None
+
+    # Meetings
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that all leave together: in peace, or each with an error if one of them fails."""
+        try:
+            yield
+            self.collect(None)
+        except FailedElsewhere:
+            raise
+        except BaseException as error:
+            with contextlib.suppress(FailedElsewhere):
+                self._meet((str(error) or type(error).__name__).encode(), failed=True)
+            raise
+
+    def collect(self, value: Any) -> list[Any]:
+        """The JSON-able values that the processes brought to this meeting, in the order of their ranks."""
+        if self.count == 1:
+            return [value]
+        return [json.loads(text) for text in self._meet(json.dumps(value).encode())]
+
+    def from_main(self, action: Callable[[], Any]) -> Any:
+        """What `action` gives in the main process, where alone it is done; it must be JSON-able."""
+        return self.collect(action() if self.is_main else None)[0]
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so in any process."""
+        return any(self.collect(here))
+
+    def sum(self, *numbers: float) -> list[Any]:
+        """The sum over the processes of each number, the same in all of them to the last bit."""
+        return [sum(column) for column in zip(*self.collect(numbers), strict=True)]
+
+    def gather(self, tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The named tensors of each process, in the main one; nothing in the others."""
+        if self.count == 1:
+            return [tensors]
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        own = _bytes(save(tensors))
+        sizes = self.collect(len(own))
+        with self._others_needed():
+            if not self.is_main:
+                dist.send(own, 0, group=self._messages)
+                return []
+            gathered = [tensors]
+            for rank in range(1, self.count):
+                received = torch.empty(sizes[rank], dtype=torch.uint8)
+                dist.recv(received, rank, group=self._messages)
+                gathered.append(load(received.numpy().tobytes()))
+        return gathered
+
+    def _meet(self, message: bytes, failed: bool = False) -> list[bytes]:
+        """The messages of all; FailedElsewhere if one of them is the last word of a process that has failed."""
+        if self.count == 1:
+            return [message]
+        headers = self._share(torch.tensor([len(message), int(failed)]))
+        longest = max(int(size) for size, _ in headers)
+        texts = self._share(_bytes(message.ljust(longest)))
+        messages = [text.numpy().tobytes()[: int(size)] for text, (size, _) in zip(texts, headers, strict=True)]
+        for rank, (_, fell) in enumerate(headers):
+            if fell:
+                why = messages[rank].decode()
+                raise FailedElsewhere(f"training stopped in process {self.rank}, because process {rank} failed: {why}")
+        return messages
+
+    def _share(self, own: Tensor) -> list[Tensor]:
+        everyone = [torch.empty_like(own) for _ in range(self.count)]
+        with self._others_needed():
+            dist.all_gather(everyone, own, group=self._messages)
+        return everyone
+
+    @contextlib.contextmanager
+    def _others_needed(self) -> Iterator[None]:
+        """Says in our words what torch says when a process it waits for has died."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise FailedElsewhere(f"training stopped in process {self.rank}, because another one is gone") from error
+
+    # Tensors of the model
+
+    def copy_from_main(self, model: nn.Module) -> None:
+        """Gives all processes the weights and buffers of the main one."""
+        if self.count > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                sent = tensor.detach().contiguous()
+                dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
+                tensor.data.copy_(sent)
+
+    def add(self, parameters: dict[str, nn.Parameter], *numbers: float) -> list[Any]:
+        """Replaces each gradient by its sum over the processes, and returns the sums of the numbers.
+
+        A gradient that no process has stays None.
+        """
+        if self.count == 1:
+            return list(numbers)
+        here = [parameter.grad is not None for parameter in parameters.values()]
+        sums = self.sum(*numbers, *here)
+        by_kind: dict[torch.dtype, list[Tensor]] = {}
+        for (name, parameter), somewhere in zip(parameters.items(), sums[len(numbers) :], strict=True):
+            if somewhere:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                if gradient.is_sparse:
+                    raise UsageError(f"{name} has a sparse gradient: train this model in one process")
+                parameter.grad = gradient
+                by_kind.setdefault(gradient.dtype, []).append(gradient)
+        for gradients in by_kind.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            with self._others_needed():
+                dist.all_reduce(flat)
+            pieces = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+        return sums[: len(numbers)]
+
+
+def check_divisible(model: nn.Module, processes: Processes, batch_size: int, accumulate: int) -> None:
+    """UsageError if several processes could not train as one would."""
+    if batch_size % (processes.count * accumulate):
+        raise UsageError(
+            f"batch_size = {batch_size} cannot be divided among {processes.count} processes with accumulate = "
+            f"{accumulate}: set it to a multiple of {processes.count * accumulate}"
+        )
+    for name, module in model.named_modules():
+        if processes.count > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UsageError(
+                f"{name} normalises over the whole batch, of which each of {processes.count} processes sees only a "
+                "part: train this model in one process"
+            )
+
+
+def _on_cpu() -> bool:
+    """Whether accelerate is told to use the CPU, or should be: it knows several processes without a GPU only then."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or (several and (device is None or device.type == "mps"))
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
