@@ -39,6 +39,8 @@ def clear_os_errors(path: Path) -> Iterator[None]:
             raise UsageError(f"{path} cannot be written: a part of that path is a file, not a folder") from error
         if number == errno.EISDIR:
             raise UsageError(f"{path} cannot be written: a folder of that name is there, not a file") from error
+        if isinstance(error, OSError) and error.filename in map(str, (path, *path.parents)):
+            raise UsageError(f"{path} cannot be written ({error.strerror}): choose another folder") from error
         raise
 
 

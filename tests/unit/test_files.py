@@ -291,3 +291,8 @@ def test_safe_join_agrees_with_the_lexical_rule(tmp_path_factory, name: str) -> 
     else:
         with pytest.raises(UsageError, match="points outside"):
             files.safe_join(root, name)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match=r"/proc/x/a cannot be written \(No such file or directory\)"):
+        files.write_text("/proc/x/a", "text")

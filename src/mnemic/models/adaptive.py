@@ -97,5 +97,5 @@ class AdaptiveSoftmax(Bands):
         for band in range(1, len(self.tables)):
             places = self.band(targets, band)
             within = token_cross_entropy(self._tail(hidden[places], band), targets[places] - self.bounds[band])
-            pass
+            losses = losses.index_add(0, places, within)
         return losses

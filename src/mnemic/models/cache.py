@@ -69,7 +69,7 @@ class XLCache(Cache):
         if attention_mask is not None:
             real = real_tokens(attention_mask, length)[:, prefix:].expand(batch, -1)
         starts = None if document_starts is None else document_starts[:, prefix:]
-        positions, documents = place(real, starts, self.next_position[:, None], 0)
+        positions, documents = place(real, starts, self.next_position[:, None], self.document[:, None])
         before = torch.arange(-prefix, 0, device=positions.device).expand(batch, -1)
         queries = torch.cat([before, positions], dim=1) if position_ids is None else position_ids.expand(batch, -1)
         layout = Layout(
@@ -157,7 +157,7 @@ class XLCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes row i a copy of row `beam_idx[i]`, as beam search asks."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._select(beam_idx)
+        pass
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only the given rows."""

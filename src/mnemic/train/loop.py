@@ -83,6 +83,7 @@ class Loop:
         self.processes = processes or Processes()
         self.accelerator = make_accelerator(config)
         check_divisible(model, self.processes, config.batch_size, config.accumulate)
+        self.rows = config.batch_size // self.processes.count  # of each batch, in this process
         model.to(self.accelerator.device)
         self.processes.copy_from_main(model)
         set_seed(config.seed, device_specific=True)
@@ -92,7 +93,6 @@ class Loop:
         self.optimizer = make_optimizer(self.parameters, config)
         self.stream = self.new_stream(self.tokenize(config.split))
         self.valid = self.tokenize("valid") if config.evaluate_every else None
-        self.rows = config.batch_size // self.processes.count  # of each batch, in this process
         self.carries = [self.objective.new_carry(self.rows // config.accumulate) for _ in range(config.accumulate)]
         self.progress = Progress()
         self.norm = 0.0

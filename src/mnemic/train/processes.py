@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mnemic.errors import MnemicError, UsageError
 
-PATIENCE = timedelta(days=30)  # one may tokenise for hours while the others wait; a process that dies is noticed at once
+PATIENCE = timedelta(days=30)  # one may tokenise for hours while others wait; one that dies is noticed at once
 
 
 class FailedElsewhere(MnemicError):
