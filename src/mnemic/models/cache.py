@@ -157,7 +157,7 @@ class XLCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes row i a copy of row `beam_idx[i]`, as beam search asks."""
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        pass
+        self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only the given rows."""

@@ -110,7 +110,7 @@ class MnemicDecoderModel(MnemicDecoderPreTrainedModel):
             shape = (inputs_embeds.shape[0], inputs_embeds.shape[1])
             past = past_key_values.begin(shape, attention_mask, document_starts, position_ids)
         elif self.gradient_checkpointing and self.training:
-            pass  # a layer that runs twice would write to it twice
+            past = past_key_values = None  # a layer that runs twice would write to it twice
         layout = self._layout(inputs_embeds, attention_mask, position_ids, past, document_starts)
         mask = self._mask(layout, inputs_embeds, attention_mask, position_ids, past, document_starts)
         mask, terms = self._position_terms(layout, mask, attention_mask, inputs_embeds)

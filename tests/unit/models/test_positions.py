@@ -131,8 +131,8 @@ def test_layout_in_step() -> None:
     restarted = torch.tensor([[0, 1, 2, 0, 1, 2]])
     assert not Layout(restarted, restarted).in_step()
     assert Layout(restarted, restarted, documents=torch.tensor([[0, 0, 0, 1, 1, 1]])).in_step()
-    gap = torch.tensor([[0, 1, 1, 1, 2, 3]])
-    assert not Layout(gap, gap, documents=torch.tensor([[0, 0, -1, -1, 0, 0]])).in_step()
+    gap = torch.tensor([[0, 1, 1, 2, 3, 4]])  # one padding token between two tokens of a document
+    assert not Layout(gap, gap, documents=torch.tensor([[0, 0, -1, 0, 0, 0]])).in_step()
     assert Layout(rising, rising, documents=torch.tensor([[-1, -1, 0, 0, 0, -1]])).in_step()
     assert not Layout(rising, rising, prefix=1).in_step()
     assert math.prod(Layout(rising[:, 4:], rising).distances().shape) == 12
