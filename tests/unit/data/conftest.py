@@ -9,13 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from mnemic.data import Document, TokenizedCorpus, tokenize_corpus, train_tokenizer
-
-# The same examples in each run, and no test that fails because the machine is slow.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
