@@ -35,7 +35,7 @@ class TrainConfig(Config):
     """How to train: data, optimisation, and what is written where."""
 
     steps: int = option(1000, "how many times the weights are updated")
-    batch_size: int = option(8, "rows in a batch; each row reads its own documents, one segment a step")
+    batch_size: int = option(8, "rows in a batch, of all processes; each row reads its own documents, a segment a step")
     segment_length: int = option(128, "tokens in a row of a batch")
     learning_rate: float = option(3e-4, "the schedule's learning rate: its peak, or for rsqrt its factor")
     warmup: int = option(100, "steps in which the learning rate rises linearly from zero")

@@ -283,7 +283,7 @@ class Loop:
         """Writes a checkpoint and the report."""
         carries = self.processes.gather(join_rows([carry.tensors() for carry in self.carries if carry is not None]))
         random_tensors, random_values = random_state()
-        generators, random_values = self.processes.gather(random_tensors), self.processes.collect(random_values)
+        generators, values = self.processes.gather(random_tensors), self.processes.collect(random_values)
         self.saved_step = self.progress.step
         if not self.processes.is_main:
             return
@@ -301,7 +301,7 @@ class Loop:
             "progress": asdict(self.progress),
             "tied": tied,
             "stream": self.stream.state_dict(),
-            "random": random_values,
+            "random": values,
         }
         save_checkpoint(self.checkpoints, Checkpoint(self.progress.step, tensors, state), self.config.keep)
         self.write_report("running")

@@ -139,16 +139,16 @@ class Processes:
         """
         if self.count == 1:
             return list(numbers)
-        here = [parameter.grad is not None for parameter in parameters.values()]
-        sums = self.sum(*numbers, *here)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise UsageError(f"{name} has a sparse gradient: train this model in one process")
+        sums = self.sum(*numbers, *(parameter.grad is not None for parameter in parameters.values()))
         by_kind: dict[torch.dtype, list[Tensor]] = {}
-        for (name, parameter), somewhere in zip(parameters.items(), sums[len(numbers) :], strict=True):
-            if somewhere:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                if gradient.is_sparse:
-                    raise UsageError(f"{name} has a sparse gradient: train this model in one process")
-                parameter.grad = gradient
-                by_kind.setdefault(gradient.dtype, []).append(gradient)
+        for parameter, somewhere in zip(parameters.values(), sums[len(numbers) :], strict=True):
+            if somewhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                by_kind.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         for gradients in by_kind.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             with self._others_needed():

@@ -43,10 +43,11 @@ def test_documents_in_a_row_are_those_of_the_oracle(position: str) -> None:
 
 
 @torch.no_grad()
-def test_given_positions_and_a_given_mask_are_used_as_they_are(position: str) -> None:
-    """Negative and uneven positions, different in each row, and a mask that lets tokens see ahead."""
+@pytest.mark.parametrize("second", [[5, 9, 9, 0, 100, 7], [40, 41, 42, 43, 44, 45]])
+def test_given_positions_and_a_given_mask_are_used_as_they_are(position: str, second: list[int]) -> None:
+    """Negative, uneven or rising positions, different in each row, and a mask that lets tokens see ahead."""
     model = tiny_decoder(position)
-    positions = torch.tensor([[-2, -1, 0, 1, 2, 3], [5, 9, 9, 0, 100, 7]])
+    positions = torch.tensor([[-2, -1, 0, 1, 2, 3], second])
     sees = torch.rand(2, 6, 6) < 0.6
     sees |= torch.eye(6, dtype=torch.bool)
     mask = torch.zeros(2, 1, 6, 6, dtype=torch.float64).masked_fill(~sees.unsqueeze(1), torch.finfo(torch.float64).min)
@@ -202,6 +203,20 @@ def test_gradient_checkpointing_changes_nothing(position: str) -> None:
     for plain, *others in zip(*gradients, strict=True):
         for other in others:
             torch.testing.assert_close(plain, other, rtol=1e-10, atol=1e-12)
+
+
+def test_an_ordinary_cache_is_not_written_twice_under_checkpointing(position: str) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_decoder(position).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        cache = DynamicCache()
+        model(IDS, labels=IDS, past_key_values=cache, use_cache=True).loss.backward()
+        assert cache.get_seq_length() == (0 if checkpointing else 11)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_dropout_acts_in_training_only(position: str) -> None:

@@ -287,6 +287,19 @@ def test_generate_with_an_xl_cache(position: str, options: dict[str, int]) -> No
     )
 
 
+@torch.no_grad()
+def test_generate_goes_on_in_the_document_the_cache_is_in(position: str) -> None:
+    """A document began in mid-segment: its positions go on, not the count of all tokens that generate keeps."""
+    model, ids = model_of(position, 50), tokens(14)
+    starts = as_starts([{4}, {9}])
+    cache = model.new_cache(ROWS)
+    model(ids[:, :12], past_key_values=cache, document_starts=starts[:, :12])
+    found = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    for row, start in enumerate((4, 9)):
+        alone = model.generate(ids[[row], start:], max_new_tokens=6, do_sample=False, use_cache=False)
+        assert found[row, start : start + alone.shape[1]].tolist() == alone[0].tolist()
+
+
 def test_wrong_use_is_refused() -> None:
     model, ids = model_of("rotary", 5), tokens(13)
     with pytest.raises(UsageError, match="the XL cache has 3 rows, the input 2"):

@@ -3,7 +3,8 @@
 {"count", "out", "kind", "model", "config", "fault"}: `count` children train a tiny model of that kind into `out`, and
 each writes to `out`.<rank>.json what came of it: the losses or the error, and what it wrote to the run's folder.
 `fault` is [name, rank, step]: what goes wrong in which process (-1: in all) when it begins which step. The answer is
-a line with the children's exit statuses; a child that hangs is ended by its alarm.
+a line with the children's exit statuses; a child that hangs is ended by its alarm. With such an order as an argument
+this process is one of a group, made by a launcher.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ def go_wrong(fault: str, when: int, model: Any) -> None:
     step = loop.step
     if fault == "batch norm":
         model.norm = torch.nn.BatchNorm1d(2)
+    if fault == "partly used":
+        model.idle = torch.nn.Parameter(torch.ones(2, 2))
+        model.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+        if dist.get_rank() == 1:
+            model.lm_head.register_forward_hook(lambda module, given, out: out + model.bias)
     if fault == "sparse":
         model.transformer.wpe.sparse = True
 
@@ -65,7 +71,7 @@ def go_wrong(fault: str, when: int, model: Any) -> None:
             if fault == "interrupt":
                 signal.raise_signal(signal.SIGINT)
             if fault == "nan":
-                model.register_forward_pre_hook(lambda *_: model.lm_head.weight.data.fill_(torch.nan))
+                model.lm_head.weight.data.fill_(torch.nan)
         step(self, batch)
 
     def failing_save(*_: Any) -> None:
@@ -134,6 +140,9 @@ def start(order: dict[str, Any], rank: int, meeting_point: str) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
+    if len(sys.argv) > 1:  # this is itself one of a group, which a launcher has made
+        train(json.loads(sys.argv[1]), int(os.environ["RANK"]))
+        return
     for line in sys.stdin:
         order = json.loads(line)
         with tempfile.TemporaryDirectory() as folder:

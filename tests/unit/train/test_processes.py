@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from mnemic.train.checkpoints import checkpoint_steps, load_newest
 
 ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 class Group:
@@ -32,7 +33,7 @@ class Group:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRANSFORMERS_VERBOSITY": "error"},
+            env=ENVIRONMENT,
         )
 
     def train(
@@ -48,8 +49,8 @@ class Group:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         out = out or self.folder / str(next(self.numbers))
-        order = {"count": count, "kind": kind, "out": str(out), "model": model or {}, "config": config, "fault": fault}
-        self.process.stdin.write(json.dumps(order) + "\n")
+        order = {"kind": kind, "out": str(out), "model": model or {}, "config": config, "fault": fault}
+        self.process.stdin.write(json.dumps({"count": count, **order}) + "\n")
         self.process.stdin.flush()
         statuses = json.loads(self.process.stdout.readline())
         assert set(statuses) <= {0, -signal.SIGKILL}  # none hung, none failed in another way
@@ -107,6 +108,18 @@ def test_two_processes_do_what_one_does(group: Group, case: str) -> None:
     assert len({loss for _, loss in one["losses"]}) == 8  # there is something to compare
 
 
+def test_accelerate_launches_two_processes(group: Group, tmp_path: Path) -> None:
+    order = {"kind": "decoder", "out": str(tmp_path / "run"), "model": {}, "config": {}, "fault": None}
+    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+    launch += ["--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"]
+    command = [sys.executable, "-m", *launch, "-m", "tests.unit.train.group_process", json.dumps(order)]
+    launched = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert launched.returncode == 0, launched.stderr
+    results = [json.loads((tmp_path / f"run.{rank}.json").read_text()) for rank in (0, 1)]
+    assert results[0]["report"] == results[1]["report"]
+    check_same_run(group.train(2)[0]["out"], tmp_path / "run")
+
+
 def test_only_the_main_process_writes(group: Group) -> None:
     main, other = group.train(2)
     assert main["written"]
@@ -116,6 +129,13 @@ def test_only_the_main_process_writes(group: Group) -> None:
 def test_processes_begin_with_the_weights_of_the_main_one(group: Group) -> None:
     same, different = group.train(2), group.train(2, fault=("other weights", 1, 0))
     assert different[0]["losses"] == same[0]["losses"]
+
+
+def test_a_weight_that_one_process_uses_is_trained_in_all_and_one_that_none_uses_in_none(group: Group) -> None:
+    results = group.train(2, "gpt2", fault=("partly used", -1, 0), weight_decay=0.5, evaluate_every=0)
+    weights = load_file(results[0]["out"] / "checkpoints" / "step-00000008" / "model.safetensors")
+    assert (weights["idle"] == 1).all()  # not decayed either
+    assert (weights["bias"] != 0).any()
 
 
 def test_killed_and_resumed_is_never_stopped(group: Group) -> None:
