@@ -10,7 +10,7 @@ from typing import Any
 
 from harness import compare, table
 
-OURS = ["rotary", "sinusoidal", "t5", "xl"]
+OURS = ["rotary", "rotary, labels", "sinusoidal", "t5", "xl"]
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def gpt2(options: argparse.Namespace, ids: Any) -> tuple[Any, Callable[[], Any]]
 
 
 def decoder(options: argparse.Namespace, ids: Any) -> tuple[Any, Callable[[], Any]]:
-    """Our decoder with one kind of positions, trained as `mnemic.train` does, through `token_losses`."""
+    """Our decoder with one kind of positions, trained as `mnemic.train` does, through `token_losses`, or by labels."""
     from torch.nn.functional import pad
 
     from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
@@ -88,9 +88,11 @@ def decoder(options: argparse.Namespace, ids: Any) -> tuple[Any, Callable[[], An
         hidden_size=options.width,
         num_hidden_layers=options.layers,
         num_attention_heads=options.heads,
-        position=options.setting,
+        position=options.setting.partition(",")[0],
     )
     model = MnemicDecoderForCausalLM(config)
+    if options.setting.endswith("labels"):
+        return model, lambda: model(input_ids=ids, labels=ids).loss
     targets = pad(ids[:, 1:], (0, 1), value=-100)
     return model, lambda: model.token_losses(targets=targets, input_ids=ids)[0].sum() / (targets != -100).sum()
 

@@ -33,7 +33,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, kind in self.types().items():
-            setattr(self, name, _checked(type(self).__name__, name, getattr(self, name), kind))
+            setattr(self, name, checked(type(self).__name__, name, getattr(self, name), kind))
         self.check()
 
     def check(self) -> None:
@@ -112,7 +112,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one control character JSON leaves
 
 
-def _checked(owner: str, name: str, value: Any, kind: Any) -> Any:
+def checked(owner: str, name: str, value: Any, kind: Any) -> Any:
     """`value` if it is of type `kind` (an int is accepted where a float is expected), else UsageError."""
     accepted = _accept(value, kind)
     if accepted is _NO:

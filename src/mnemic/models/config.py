@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from mnemic.config import _checked, option
+from mnemic.config import checked, option
 from mnemic.errors import UsageError
 
 Position = Literal["t5", "xl", "rotary", "sinusoidal"]
@@ -46,7 +46,7 @@ class BackboneConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         for field in dataclasses.fields(self):
             if field.name in own:
-                value = _checked(type(self).__name__, field.name, getattr(self, field.name), field.type)
+                value = checked(type(self).__name__, field.name, getattr(self, field.name), field.type)
                 setattr(self, field.name, value)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:

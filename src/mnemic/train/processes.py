@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import struct
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 
 from mnemic.errors import MnemicError, UsageError
 
+BRIEF = 4096  # bytes of a message that need no second exchange
+_NOTE = struct.Struct(f"q?{BRIEF}s")  # the length of a message, whether its sender has failed, and its beginning
 PATIENCE = timedelta(days=30)  # one may tokenise for hours while others wait; one that dies is noticed at once
 
 
@@ -62,7 +65,7 @@ class Processes:
         """The JSON-able values that the processes brought to this meeting, in the order of their ranks."""
         if self.count == 1:
             return [value]
-        return [json.loads(text) for text in self._meet(json.dumps(value).encode())]
+        return [json.loads(text) for text in self._meet(json.dumps(value, separators=(",", ":")).encode())]
 
     def from_main(self, action: Callable[[], Any]) -> Any:
         """What `action` gives in the main process, where alone it is done; it must be JSON-able."""
@@ -98,21 +101,23 @@ class Processes:
         """The messages of all; FailedElsewhere if one of them is the last word of a process that has failed."""
         if self.count == 1:
             return [message]
-        headers = self._share(torch.tensor([len(message), int(failed)]))
-        longest = max(int(size) for size, _ in headers)
-        texts = self._share(_bytes(message.ljust(longest)))
-        messages = [text.numpy().tobytes()[: int(size)] for text, (size, _) in zip(texts, headers, strict=True)]
-        for rank, (_, fell) in enumerate(headers):
-            if fell:
-                why = messages[rank].decode()
-                raise FailedElsewhere(f"training stopped in process {self.rank}, because process {rank} failed: {why}")
+        notes = self._share(_NOTE.pack(len(message), failed, message[:BRIEF]))
+        sizes, failures, beginnings = zip(*map(_NOTE.unpack, notes), strict=True)
+        rest = max(0, max(sizes) - BRIEF)
+        ends = self._share(message[BRIEF:].ljust(rest)) if rest else [b""] * self.count
+        messages = [(first + end)[:size] for first, end, size in zip(beginnings, ends, sizes, strict=True)]
+        if any(failures):
+            rank = failures.index(True)
+            why = messages[rank].decode()
+            raise FailedElsewhere(f"training stopped in process {self.rank}, because process {rank} failed: {why}")
         return messages
 
-    def _share(self, own: Tensor) -> list[Tensor]:
-        everyone = [torch.empty_like(own) for _ in range(self.count)]
+    def _share(self, own: bytes) -> list[bytes]:
+        """What each process gives, all of the same length."""
+        everyone = [torch.empty(len(own), dtype=torch.uint8) for _ in range(self.count)]
         with self._others_needed():
-            dist.all_gather(everyone, own, group=self._messages)
-        return everyone
+            dist.all_gather(everyone, _bytes(own), group=self._messages)
+        return [theirs.numpy().tobytes() for theirs in everyone]
 
     @contextlib.contextmanager
     def _others_needed(self) -> Iterator[None]:
@@ -125,12 +130,18 @@ class Processes:
     # Tensors of the model
 
     def copy_from_main(self, model: nn.Module) -> None:
-        """Gives all processes the weights and buffers of the main one."""
-        if self.count > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                sent = tensor.detach().contiguous()
+        """Gives all processes the weights and buffers of the main one; UsageError if their models differ in shape."""
+        if self.count == 1:
+            return
+        tensors = [*model.parameters(), *model.buffers()]
+        shapes = [[str(tensor.dtype), *tensor.shape] for tensor in tensors]
+        if any(theirs != shapes for theirs in self.collect(shapes)):
+            raise UsageError("the processes have different models: give each of them the same")
+        for tensor in tensors:
+            sent = tensor.detach().contiguous()
+            with self._others_needed():
                 dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
-                tensor.data.copy_(sent)
+            tensor.data.copy_(sent)
 
     def add(self, parameters: dict[str, nn.Parameter], *numbers: float) -> list[Any]:
         """Replaces each gradient by its sum over the processes, and returns the sums of the numbers.
@@ -142,7 +153,7 @@ class Processes:
         for name, parameter in parameters.items():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError(f"{name} has a sparse gradient: train this model in one process")
-        sums = self.sum(*numbers, *(parameter.grad is not None for parameter in parameters.values()))
+        sums = self.sum(*numbers, *(int(parameter.grad is not None) for parameter in parameters.values()))
         by_kind: dict[torch.dtype, list[Tensor]] = {}
         for parameter, somewhere in zip(parameters.values(), sums[len(numbers) :], strict=True):
             if somewhere and parameter.grad is None:

@@ -54,6 +54,8 @@ def go_wrong(fault: str, when: int, model: Any) -> None:
     step = loop.step
     if fault == "batch norm":
         model.norm = torch.nn.BatchNorm1d(2)
+    if fault == "larger":
+        model.more = torch.nn.Parameter(torch.ones(3))
     if fault == "partly used":
         model.idle = torch.nn.Parameter(torch.ones(2, 2))
         model.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
@@ -65,7 +67,7 @@ def go_wrong(fault: str, when: int, model: Any) -> None:
     def faulty_step(self: Any, batch: Any) -> None:
         if self.progress.step + 1 == when:
             if fault == "error":
-                raise ValueError("the cat bit through the cable")
+                raise ValueError("the cat bit through the cable" * 500)
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "interrupt":
