@@ -91,17 +91,25 @@ def run(arguments: argparse.Namespace) -> int:
     from mnemic.files import write_text
     from mnemic.train import train
     from mnemic.train.loop import refuse_to_overwrite
+    from mnemic.train.processes import Processes
 
-    out = Path(experiment.out)
-    refuse_to_overwrite(out, experiment.resume)
-    torch.manual_seed(experiment.seed)
-    corpus = open_corpus(experiment.corpus, experiment.corpus_path)
-    model, tokenizer = make_model(experiment, corpus)
-    if memories:
-        augment(model, *memories)
-    if not (out / SETTINGS).exists():
-        write_text(out / SETTINGS, experiment.to_toml())  # for --resume
+    out, processes = Path(experiment.out), Processes()
+    with processes.together():
+        if processes.is_main:
+            refuse_to_overwrite(out, experiment.resume)
+        torch.manual_seed(experiment.seed)
+        corpus = open_corpus(experiment.corpus, experiment.corpus_path)
+        if processes.is_main:
+            keep_tokenizer(experiment, corpus)
+        processes.collect(None)  # the others find it in the run's folder
+        model, tokenizer = make_model(experiment)
+        if memories:
+            augment(model, *memories)
+        if processes.is_main and not (out / SETTINGS).exists():
+            write_text(out / SETTINGS, experiment.to_toml())  # for --resume
     done = train(model, tokenizer, corpus, experiment.train_config())
+    if not processes.is_main:
+        return 0
     write_text(out / SETTINGS, experiment.to_toml())  # what a resumed run may change, such as checkpoint_every
     if arguments.json:
         print(json.dumps(done.report))
@@ -124,32 +132,42 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
     return Experiment.from_dict({**base.to_dict(), **typed})
 
 
-def make_model(experiment: Experiment, corpus: Any) -> tuple[Any, Any]:
+def make_model(experiment: Experiment) -> tuple[Any, Any]:
     """A new decoder with a tokenizer that fits, or the model that was named with its own."""
     from mnemic.cli.loading import decoder_settings, load_model, new_decoder
 
     name, _, settings = experiment.model.partition(":")
     if name == DECODER:
         chosen = read_settings("--model", DECODER, settings, decoder_settings())
-        tokenizer = make_tokenizer(experiment, corpus)
+        tokenizer = make_tokenizer(experiment)
         return new_decoder(tokenizer, **chosen), tokenizer
     if experiment.tokenizer != "auto":
         raise UsageError(f"--tokenizer {experiment.tokenizer}: the model {experiment.model} has its own tokenizer")
     return load_model(experiment.model)
 
 
-def make_tokenizer(experiment: Experiment, corpus: Any) -> Any:
-    """The tokenizer that was asked for; one that is trained is kept in the run's folder and found there on resume."""
-    from mnemic.data import load_tokenizer, train_tokenizer
+def tokenizer_kind(experiment: Experiment) -> str:
+    """What the tokenizer option says, with its default for a new model."""
+    return "bpe" if experiment.tokenizer == "auto" else experiment.tokenizer
+
+
+def keep_tokenizer(experiment: Experiment, corpus: Any) -> None:
+    """Trains the tokenizer that was asked for, if it is to be trained, into the run's folder; not again on resume."""
+    from mnemic.data import train_tokenizer
     from mnemic.files import new_folder
 
-    kind = "bpe" if experiment.tokenizer == "auto" else experiment.tokenizer
-    if kind not in TRAINED_HERE:
-        return load_tokenizer(kind)
-    folder = Path(experiment.out) / "tokenizer"
-    if not (experiment.resume and folder.exists()):
+    kind, folder = tokenizer_kind(experiment), Path(experiment.out) / "tokenizer"
+    new = experiment.model.partition(":")[0] == DECODER and kind in TRAINED_HERE
+    if new and not (experiment.resume and folder.exists()):
         print(f"training a {kind} tokenizer", file=sys.stderr)
         tokenizer = train_tokenizer(corpus.documents(experiment.split), kind=kind, vocab_size=experiment.vocab_size)
         with new_folder(folder) as temporary:
             tokenizer.save_pretrained(temporary)
-    return load_tokenizer(str(folder))
+
+
+def make_tokenizer(experiment: Experiment) -> Any:
+    """The tokenizer that was asked for; one that is trained here lies in the run's folder."""
+    from mnemic.data import load_tokenizer
+
+    kind = tokenizer_kind(experiment)
+    return load_tokenizer(str(Path(experiment.out) / "tokenizer") if kind in TRAINED_HERE else kind)
