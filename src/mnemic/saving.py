@@ -105,7 +105,8 @@ def load_base(folder: Path, record: dict[str, Any]) -> PreTrainedModel:
     kind = getattr(transformers, name, None) or getattr(mnemic.models, name, None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         raise UsageError(f"there is no model class {name!r} in this transformers: use load(folder, base=model)")
-    ours: Any = type(name, (kind,), {"_keys_to_ignore_on_load_unexpected": [rf"^{MEMORY}"], "__module__": kind.__module__})
+    quiet = {"_keys_to_ignore_on_load_unexpected": [rf"^{MEMORY}"], "__module__": kind.__module__}
+    ours: Any = type(name, (kind,), quiet)
     source = folder if base["included"] else base["name_or_path"]
     try:
         model = ours.from_pretrained(source)

@@ -1,4 +1,4 @@
-"""A real pretrained model (stories260K, a small Llama): a neutral memory changes no word, and learns with the base frozen."""
+"""A real pretrained model (stories260K, a small Llama): a neutral memory changes no word, and learns alone."""
 
 from __future__ import annotations
 
