@@ -20,6 +20,7 @@ from safetensors.torch import save as to_safetensors
 from transformers import PreTrainedModel
 
 import mnemic
+from mnemic import models
 from mnemic.errors import DamagedError, UsageError
 from mnemic.files import additions, checksum, safe_join, write_bytes, write_text
 from mnemic.hf.fingerprint import MEMORY, fingerprint
@@ -102,7 +103,7 @@ def load_base(folder: Path, record: dict[str, Any]) -> PreTrainedModel:
     """The base model, from the folder or from where it first came from."""
     base = record["base"]
     name = base["class"]
-    kind = getattr(transformers, name, None) or getattr(mnemic.models, name, None)
+    kind = getattr(transformers, name, None) or getattr(models, name, None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         raise UsageError(f"there is no model class {name!r} in this transformers: use load(folder, base=model)")
     quiet = {"_keys_to_ignore_on_load_unexpected": [rf"^{MEMORY}"], "__module__": kind.__module__}

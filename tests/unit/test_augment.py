@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +225,13 @@ def test_loading_is_quiet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.WARNING):
         mnemic.load(tmp_path)
     assert not caplog.records
+
+
+def test_a_new_process_loads_our_own_backbone(tmp_path: Path) -> None:
+    mnemic.augment(build("mnemic-rotary"), mnemic.MemoryTokens()).save_pretrained(tmp_path)
+    script = f"import mnemic; print(type(mnemic.load({str(tmp_path)!r})).__name__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "MnemicDecoderForCausalLM"
 
 
 def test_verbs_are_functions_and_packages_in_any_order() -> None:
