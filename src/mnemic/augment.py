@@ -19,10 +19,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mnemic import saving
-from mnemic.errors import UsageError
+from mnemic.errors import MnemicError, UsageError
 from mnemic.hf.anatomy import Anatomy, find
-from mnemic.hf.entrance import Entrance, reading
+from mnemic.hf.entrance import MARK, Entrance, reading
 from mnemic.hf.fingerprint import fingerprint
+from mnemic.hf.positions import separates_documents
 from mnemic.memories.base import Handle
 from mnemic.memories.config import MemoryConfig
 
@@ -44,13 +45,15 @@ def augment(model: Any, *memories: MemoryConfig, anatomy: Anatomy | None = None)
     existing = getattr(model, "memory", None)
     if existing is not None and not isinstance(existing, Memory):
         raise UsageError(f"{type(model).__name__} has a part named 'memory' already: mnemic needs that name")
+    if existing is None and any(isinstance(part, Memory) for part in model.modules()):
+        raise UsageError(f"a part of this {type(model).__name__} has a memory already: augment the whole model only")
     names = [config.memory() for config in memories] + list(getattr(existing, "handles", {}))
     if doubled := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"a model holds one memory of a kind: {', '.join(doubled)} was given twice, detach() first")
     if existing is None:
         memory = Memory(model, anatomy)
         model.memory = memory
-        model.__class__ = _augmented_class(type(model))  # type: ignore[arg-type]
+        model.__class__ = _augmented_class(type(model), memory.separates_documents)  # type: ignore[arg-type]
     else:
         memory = existing
     for config in memories:
@@ -65,9 +68,12 @@ class Memory(nn.Module):
         super().__init__()
         self.anatomy = anatomy
         self.base_fingerprint = fingerprint(model)
+        self.base_names = frozenset(model.state_dict())
+        self.base_recoverable: bool | None = None
         self._owner = (model,)  # in a tuple, or torch would register the model as a part of its own part
         self._places = find(model, anatomy)
         self._entrance = Entrance(self._places)
+        self._times_disabled = 0
 
     @property
     def handles(self) -> dict[str, Handle]:
@@ -78,6 +84,11 @@ class Memory(nn.Module):
     def configs(self) -> list[MemoryConfig]:
         """The settings of each memory."""
         return [handle.config for handle in self.handles.values()]
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether the model's forward takes `document_starts`."""
+        return separates_documents(self._places)
 
     def add(self, config: MemoryConfig) -> None:
         """Puts one more memory into the model."""
@@ -91,14 +102,16 @@ class Memory(nn.Module):
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Within this context the model computes exactly what its base does."""
-        for handle in self.handles.values():
-            handle.switch(False)
+        """Within this context the model computes exactly what its base does, in every thread."""
+        self._times_disabled += 1
         try:
+            for handle in self.handles.values():
+                handle.switch(False)
             yield
         finally:
+            self._times_disabled -= 1
             for handle in self.handles.values():
-                handle.switch(True)
+                handle.switch(self._times_disabled == 0)
 
     def detach(self) -> PreTrainedModel:
         """Takes every memory out and returns the model, which is its base again."""
@@ -126,35 +139,66 @@ class AugmentedModel(_Base):
 
     memory: Memory
 
-    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Counts the prefix out of a KV cache that `generate` is handed to go on from."""
-        taken = getattr(kwargs.get("past_key_values"), "mnemic_prefix", 0)
-        if taken and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None:
-            kwargs["next_sequence_length"] += taken
-        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
         """Writes the memories, and the base's weights if they were trained or can be had nowhere else, and a card."""
-        saving.save(self, Path(save_directory), super().save_pretrained, **kwargs)
+        if is_main_process:
+            saving.save(self, Path(save_directory), super().save_pretrained, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # the class is made on the fly: copies and pickles make it anew
+        return _blank, (type(self).__bases__[1], self.memory.separates_documents), self.__dict__
+
+
+def _blank(base: type[PreTrainedModel], separates: bool) -> Any:
+    kind: Any = _augmented_class(base, separates)  # type: ignore[arg-type]
+    return kind.__new__(kind)
 
 
 @functools.cache
-def _augmented_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _augmented_class(base: type[PreTrainedModel], separates: bool) -> type[PreTrainedModel]:
     """A subclass of `base` under the same name, so that configs and cards name the base's class."""
+    names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names["forward"] = _forward(base, separates)
+    if hasattr(base, "prepare_inputs_for_generation"):
+        names["prepare_inputs_for_generation"] = _prepare_inputs_for_generation(base)
+    return type(base.__name__, (AugmentedModel, base), names)
+
+
+def _forward(base: Any, separates: bool) -> Any:
+    """The base's forward, which takes `document_starts` too where documents can be kept apart."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, document_starts: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if not isinstance(self.memory, Memory):
+            raise UsageError(
+                f"model.memory is now a {type(self.memory).__name__}: leave the memory as it is (for PEFT, instead of "
+                "modules_to_save set requires_grad on its parameters)"
+            )
         with reading(document_starts):
             return base.forward(self, *args, **kwargs)
 
     own = inspect.signature(base.forward)
-    if "document_starts" not in own.parameters:
+    if separates and "document_starts" not in own.parameters:
         extra = inspect.Parameter("document_starts", inspect.Parameter.KEYWORD_ONLY, default=None)
         ordered = list(own.parameters.values())
         at = len(ordered) - (ordered[-1].kind is inspect.Parameter.VAR_KEYWORD)
         forward.__signature__ = own.replace(parameters=[*ordered[:at], extra, *ordered[at:]])  # type: ignore
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (AugmentedModel, base), {"forward": forward, **names})
+    return forward
+
+
+def _prepare_inputs_for_generation(base: Any) -> Any:
+    """The base's own, which counts the prefix out of a KV cache that `generate` is handed to go on from."""
+
+    @functools.wraps(base.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        taken = getattr(kwargs.get("past_key_values"), MARK, 0)
+        if taken and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is not None:
+            kwargs["next_sequence_length"] += taken
+        return base.prepare_inputs_for_generation(self, *args, **kwargs)
+
+    return prepare_inputs_for_generation
 
 
 def load(folder: str | Path, base: PreTrainedModel | None = None, check_base: bool = True) -> Any:
@@ -167,7 +211,11 @@ def load(folder: str | Path, base: PreTrainedModel | None = None, check_base: bo
     record = saving.read_record(folder)
     saving.check_files(folder, record)
     anatomy = Anatomy.from_dict(record["anatomy"]) if record["anatomy"] else None
-    base = saving.load_base(folder, record) if base is None else base
+    base = saving.load_base(folder, record["base"]) if base is None else base
     model = augment(base, *saving.read_configs(record), anatomy=anatomy)
-    saving.load_memory(model, folder, record, check_base)
+    try:
+        saving.load_memory(model, folder, record, check_base)
+    except MnemicError:
+        model.memory.detach()
+        raise
     return model

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 import mnemic
 from mnemic import models
-from mnemic.errors import DamagedError, UsageError
+from mnemic.errors import DamagedError, MnemicError, UsageError
 from mnemic.files import additions, checksum, safe_join, write_bytes, write_text
 from mnemic.hf.fingerprint import MEMORY, fingerprint
 from mnemic.memories import registry
@@ -33,19 +33,19 @@ RECORD, WEIGHTS, CARD = "memory.json", "model.safetensors", "README.md"
 
 def save(model: Any, folder: Path, save_whole: Callable[..., None], **options: Any) -> None:
     """Writes an augmented model; `save_whole` is transformers' own save_pretrained."""
-    if not options.pop("is_main_process", True):
-        return
-    if options.pop("push_to_hub", False):
-        raise UsageError("save_pretrained(push_to_hub=True) does not go with a memory: use model.push_to_hub(name)")
+    for name, instead in (("push_to_hub", "use model.push_to_hub(name)"), ("variant", "leave it out")):
+        if options.pop(name, None):
+            raise UsageError(f"save_pretrained({name}=...) does not go with a memory: {instead}")
     if folder.is_file():
         raise UsageError(f"{folder} is a file: save_pretrained() needs a folder")
     state = options.pop("state_dict", None) or model.state_dict()
-    base = {
-        "class": type(model).__name__,
-        "name_or_path": model.config._name_or_path,
-        "fingerprint": fingerprint(model),
-    }
-    base["included"] = base["fingerprint"] != model.memory.base_fingerprint or not base["name_or_path"]
+    if {name for name in state if not name.startswith(MEMORY)} != model.memory.base_names:
+        raise UsageError(
+            "the base has other parts than when it got its memory (an adapter?): put them in or take them out first, "
+            "for PEFT with merge_and_unload(), and save then"
+        )
+    base = describe_base(model)
+    base["included"] = not recoverable(model, base, folder)
     with additions(folder, last=RECORD) as temporary:
         if base["included"]:
             save_whole(temporary, state_dict=state, **options)
@@ -63,6 +63,42 @@ def save(model: Any, folder: Path, save_whole: Callable[..., None], **options: A
         }
         write_text(temporary / CARD, card(model, record))
         write_text(temporary / RECORD, json.dumps(record, indent=2) + "\n")
+        written = {item.name for item in temporary.iterdir()}
+    # what an earlier save left would be taken for a part of this one
+    for pattern in ("model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"):
+        for item in folder.glob(pattern):
+            if item.name not in written:
+                item.unlink()
+
+
+def describe_base(model: Any) -> dict[str, Any]:
+    """What is needed to have the base again: class, source, settings, precision, and the fingerprint of its weights."""
+    source = model.config._name_or_path
+    return {
+        "class": type(model).__name__,
+        "name_or_path": str(Path(source).resolve()) if source and Path(source).is_dir() else source,
+        "fingerprint": fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": model.config._attn_implementation,
+        "config": model.config.to_dict(),
+    }
+
+
+def recoverable(model: Any, base: dict[str, Any], folder: Path) -> bool:
+    """Whether the base's weights, as they are now, can be loaded again from where they came from.
+
+    That is tried, once for each model: a base that was changed before it got its memory looks just like its source.
+    """
+    source = base["name_or_path"]
+    if not source or base["fingerprint"] != model.memory.base_fingerprint or Path(source) == folder.resolve():
+        return False
+    if model.memory.base_recoverable is None:
+        try:
+            found = load_base(folder, base | {"included": False}, local_files_only=True)
+            model.memory.base_recoverable = fingerprint(found) == base["fingerprint"]
+        except (MnemicError, OSError, ValueError, RuntimeError):
+            model.memory.base_recoverable = False
+    return model.memory.base_recoverable
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -99,9 +135,8 @@ def read_configs(record: dict[str, Any]) -> list[MemoryConfig]:
     return configs
 
 
-def load_base(folder: Path, record: dict[str, Any]) -> PreTrainedModel:
-    """The base model, from the folder or from where it first came from."""
-    base = record["base"]
+def load_base(folder: Path, base: dict[str, Any], **options: Any) -> PreTrainedModel:
+    """The base model, from the folder or from where it first came from; with the settings it had."""
     name = base["class"]
     kind = getattr(transformers, name, None) or getattr(models, name, None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
@@ -109,14 +144,19 @@ def load_base(folder: Path, record: dict[str, Any]) -> PreTrainedModel:
     quiet = {"_keys_to_ignore_on_load_unexpected": [rf"^{MEMORY}"], "__module__": kind.__module__}
     ours: Any = type(name, (kind,), quiet)
     source = folder if base["included"] else base["name_or_path"]
+    config = kind.config_class.from_dict(base["config"])  # type: ignore[union-attr]
+    precision = getattr(torch, base["dtype"])
     try:
-        model = ours.from_pretrained(source)
+        model = ours.from_pretrained(
+            source, config=config, dtype=precision, attn_implementation=base["attention"], **options
+        )
     except OSError as error:
         raise UsageError(
             f"the base model {source} of {folder} could not be loaded ({str(error).splitlines()[0]}): "
             "make it available or pass it, load(folder, base=model)"
         ) from None
     model.__class__ = kind
+    model.config._name_or_path = str(base["name_or_path"])
     return model
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
+from mnemic.errors import UsageError
+
 
 class PinnedSlidingLayer(DynamicSlidingWindowLayer):
     """A sliding window of keys and values whose first `pinned` entries are kept for ever."""
@@ -41,4 +43,9 @@ def pin(cache: Cache, count: int) -> None:
     """Makes the sliding layers of an empty cache keep their first `count` entries."""
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicSlidingWindowLayer:
+            if layer.record_past:
+                raise UsageError(
+                    "assisted and prompt-lookup decoding do not go with memory tokens in a model with sliding windows: "
+                    "generate without them"
+                )
             cache.layers[index] = PinnedSlidingLayer(layer.sliding_window, count)

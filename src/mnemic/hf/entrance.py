@@ -23,8 +23,9 @@ from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf import masks
 from mnemic.hf.anatomy import Places
 from mnemic.hf.caches import pin
+from mnemic.hf.positions import prefix_positions, sequence_positions
 
-_MARK = "mnemic_prefix"  # set on a KV cache: how many of its first entries are the prefix
+MARK = "mnemic_prefix"  # set on a KV cache or an encoder's output: how many of its first entries are the prefix
 
 
 @dataclass
@@ -37,11 +38,14 @@ class Prefix:
 
 @dataclass(frozen=True)
 class _Call:
-    """One forward of a stack that is under way."""
+    """One forward of a stack that is under way; calls of several stacks may be inside each other."""
 
-    prefix: int
+    entrance: Entrance
+    mask_token: Token
+    outer: _Call | None
+    prefix: int = 0
     positions: torch.Tensor | None = None
-    mask_token: Token | None = None
+    xl_cache: Any = None
 
 
 _call: ContextVar[_Call | None] = ContextVar("mnemic_call", default=None)
@@ -93,19 +97,20 @@ class Entrance:
 
     # -- the stack ---------------------------------------------------------------------------------------------------
 
-    def _enter(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def _enter(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        given = kwargs.pop("document_starts", None)
-        starts = _document_starts.get() if given is None else given
+        starts = kwargs.pop("document_starts", None)
+        starts = _document_starts.get() if starts is None else starts
+        starts = None if starts is None else starts.bool()
         cache = self._cache(kwargs)
-        stored = getattr(cache, _MARK, 0)
         streams = hasattr(cache, "prefix")  # our own XL cache: it keeps no prefix, so each segment brings its own
         past = cache.get_seq_length() if cache is not None and not streams else 0
+        stored = getattr(cache, MARK, 0) if past else 0
         rows = self.prefix.rows() if self.prefix is not None and past == 0 else None
         added = 0 if rows is None else len(rows)
-        if streams:
-            cache.prefix = added
         if not added + stored and (starts is None or self._native):
+            _check_filled_with(past, self.prefix)
+            self._begin(None)
             return (), kwargs | ({"document_starts": starts} if self._native else {})
         _check(kwargs, cache, added)
         if added and self.places.anatomy.positions == "relative":
@@ -113,37 +118,54 @@ class Entrance:
         inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
         batch, length = inputs.shape[:2]
         if not streams:
-            kwargs["position_ids"] = self._positions(kwargs, starts, batch, length, past - stored, inputs.device)
+            seen = past - stored
+            kwargs["position_ids"] = sequence_positions(self.places, kwargs, starts, batch, length, seen, inputs.device)
             if kwargs.get("attention_mask") is None:  # or transformers would look for packed rows in the positions
-                kwargs["attention_mask"] = inputs.new_ones(batch, past - stored + length, dtype=torch.long)
+                kwargs["attention_mask"] = inputs.new_ones(batch, seen + length, dtype=torch.long)
         if (mask := kwargs.get("attention_mask")) is not None:
             kwargs["attention_mask"] = torch.cat([mask.new_ones(batch, added + stored), mask], dim=1)
         if rows is not None:
             self._prepend(kwargs, rows, batch)
         if streams:
-            change = self._streaming(kwargs, starts, batch, added, cache.length)
+            change = self._streaming(kwargs, starts, batch, added, cache)
         else:
-            change = self._mask_change(starts, batch, added or stored, past)
-        token = masks.begin(change) if change is not None else None
-        _call.set(_Call(prefix=added, positions=kwargs.get("position_ids"), mask_token=token))
+            change = self._mask_change(starts, batch, added or stored, past, inputs.device)
+        self._begin(change, added, kwargs.get("position_ids"), cache if streams else None)
         if "position_ids" not in self._parameters:
             kwargs.pop("position_ids", None)
         return (), kwargs
 
     def _leave(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        call = _call.get()
-        if call is None:
+        call = self._end()
+        if call is None or not call.prefix or output is None:
             return output
-        _call.set(None)
-        if call.mask_token is not None:
-            masks.end(call.mask_token)
-        if not call.prefix or output is None:
+        if self.places.decoder is not None or self.places.anatomy.kind == "seq2seq":
+            # the decoder of a sequence-to-sequence model reads the memory beside the sequence
+            setattr(output[0], MARK, call.prefix)
             return output
         cache = getattr(output, "past_key_values", None)
-        if cache is not None and not hasattr(cache, "prefix"):
-            setattr(cache, _MARK, call.prefix)
-        # the decoder of a sequence-to-sequence model reads the memory beside the sequence
-        return output if self.places.decoder is not None else _without(output, call.prefix)
+        if cache is not None and call.xl_cache is None:
+            setattr(cache, MARK, call.prefix)
+        return _without(output, call.prefix)
+
+    def _begin(
+        self,
+        change: masks.MaskChange | None,
+        prefix: int = 0,
+        positions: torch.Tensor | None = None,
+        xl_cache: Any = None,
+    ) -> None:
+        _call.set(_Call(self, masks.begin(change), _call.get(), prefix, positions, xl_cache))
+
+    def _end(self) -> _Call | None:
+        call = _call.get()
+        if call is None or call.entrance is not self:  # refused before it began
+            return None
+        _call.set(call.outer)
+        masks.end(call.mask_token)
+        if call.xl_cache is not None:
+            call.xl_cache.prefix = 0
+        return call
 
     def _prepend(self, kwargs: dict[str, Any], rows: torch.Tensor, batch: int) -> None:
         places, m = self.places, len(rows)
@@ -156,9 +178,7 @@ class Entrance:
         if (kinds := kwargs.get("token_type_ids")) is not None:
             kwargs["token_type_ids"] = torch.cat([kinds.new_zeros(batch, m), kinds], dim=1)
         if (positions := kwargs.get("position_ids")) is not None:
-            before = torch.arange(-m, 0, device=positions.device)
-            if places.anatomy.positions == "absolute":
-                before = torch.full_like(before, self._first_position())
+            before = prefix_positions(places, m, positions.device)
             kwargs["position_ids"] = torch.cat([before.expand(len(positions), -1), positions], dim=1)
 
     def _cache(self, kwargs: dict[str, Any]) -> Any:
@@ -166,7 +186,7 @@ class Entrance:
         cache = kwargs.get("past_key_values")
         if self.prefix is None or self.places.anatomy.kind != "causal":
             return cache
-        config = self._config
+        config: Any = self.places.stack.config
         xl_length = getattr(config, "xl_length", 0)
         if cache is None and (self._slides or xl_length):
             inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
@@ -177,17 +197,24 @@ class Entrance:
             pin(cache, len(self.prefix.rows()))
         return cache
 
+    # -- the masks ---------------------------------------------------------------------------------------------------
+
     def _streaming(
-        self, kwargs: dict[str, Any], starts: torch.Tensor | None, batch: int, added: int, cached: int
+        self, kwargs: dict[str, Any], starts: torch.Tensor | None, batch: int, added: int, cache: Any
     ) -> masks.MaskChange | None:
         """With an XL cache the model keeps documents apart by itself; the prefix stands behind the cached keys."""
+        cache.prefix = added
         if starts is not None:
             kwargs["document_starts"] = torch.cat([starts.new_zeros(batch, added), starts], dim=1)
         bias = self.prefix.bias() if self.prefix is not None else None
-        return None if bias is None else masks.MaskChange(added, bias, first=cached)
+        if bias is None:
+            return None
+        return masks.MaskChange(self.places.stack.config, added, bias, first=cache.length)
 
-    def _mask_change(self, starts: torch.Tensor | None, batch: int, prefix: int, past: int) -> masks.MaskChange | None:
-        bias = self.prefix.bias() if self.prefix is not None and prefix else None
+    def _mask_change(
+        self, starts: torch.Tensor | None, batch: int, prefix: int, past: int, device: torch.device
+    ) -> masks.MaskChange | None:
+        bias = self._bias(prefix, device)
         if bias is None and starts is None and not (prefix and self._slides):
             return None
         documents = None
@@ -196,77 +223,50 @@ class Entrance:
                 raise UsageError("document_starts needs an empty KV cache: begin with a new one at each segment")
             numbers = starts.cumsum(1)
             documents = torch.cat([numbers.new_full((batch, prefix), -1), numbers], dim=1)
-        return masks.MaskChange(prefix, bias, documents=documents, bidirectional=self.places.anatomy.kind != "causal")
+        bidirectional = self.places.anatomy.kind != "causal"
+        return masks.MaskChange(
+            self.places.stack.config, prefix, bias, documents=documents, bidirectional=bidirectional
+        )
 
-    # -- positions ---------------------------------------------------------------------------------------------------
-
-    def _first_position(self) -> int:
-        # RoBERTa counts from behind its padding index
-        return self._config.pad_token_id + 1 if self._config.model_type == "roberta" else 0
-
-    @property
-    def _config(self) -> Any:
-        return self.places.stack.config
-
-    def _positions(
-        self, kwargs: dict[str, Any], starts: torch.Tensor | None, batch: int, length: int, past: int, device: Any
-    ) -> torch.Tensor | None:
-        """The positions the sequence would have had in the base model; they restart where documents start."""
-        causal = self.places.anatomy.kind == "causal"
-        if starts is not None and not (causal and self.places.positions_by_id):
-            why = "places tokens by where they stand in the input" if causal else "is not causal"
-            raise UnsupportedModel(
-                f"{type(self.places.stack).__name__} {why}, so documents in one row cannot be kept apart: "
-                "give each document a row of its own and no document_starts"
-            )
-        if not self.places.positions_by_id:
+    def _bias(self, prefix: int, device: torch.device) -> torch.Tensor | None:
+        """What is added to the scores of the prefix: its gates' logarithm, or what hides it while it is off."""
+        if not prefix:
             return None
-        if (given := kwargs.get("position_ids")) is not None:
-            return given.expand(batch, -1) if given.ndim == 2 else given.expand(batch, length)
-        places = torch.arange(past, past + length, device=device).expand(batch, -1)
-        if starts is not None:
-            first = torch.where(starts, places, torch.zeros_like(places)).cummax(1).values
-            return places - first
-        mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
-        if mask is not None and self._config.model_type in ("opt", "mnemic-decoder", "mnemic-encoder-decoder"):
-            return (mask.cumsum(1) * mask - 1).long()[:, past:]
-        if self._config.model_type == "roberta":
-            padding = self._config.pad_token_id
-            real = ids.ne(padding) if ids is not None else torch.ones_like(places)
-            return (real.cumsum(1) + past) * real + padding
-        return places
+        if self.prefix is None:
+            return torch.full((prefix,), -torch.inf, device=device)
+        return self.prefix.bias()
+
+    # -- inside the stack --------------------------------------------------------------------------------------------
 
     def _place(self, table: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         call = _call.get()
-        if call is None or call.positions is None:
+        if call is None or call.entrance is not self or call.positions is None:
             return None
         return args, {**kwargs, "position_ids": call.positions[0]}
 
     def _pool(self, pooler: nn.Module, args: tuple) -> tuple | None:
         call = _call.get()
-        return (args[0][:, call.prefix :], *args[1:]) if call is not None and call.prefix else None
+        if call is None or call.entrance is not self or not call.prefix:
+            return None
+        return (args[0][:, call.prefix :], *args[1:])
 
     # -- the decoder of a sequence-to-sequence model -----------------------------------------------------------------
 
-    def _enter_decoder(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def _enter_decoder(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs = {**dict(zip(self._decoder_parameters, args, strict=False)), **kwargs}
         source, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
-        if source is None:
-            return None
-        added = 0
-        if mask is not None and (added := source.shape[1] - mask.shape[1]):
-            kwargs["encoder_attention_mask"] = torch.cat([mask.new_ones(len(mask), added), mask], dim=1)
-        bias = self.prefix.bias() if self.prefix is not None and (added or mask is None) else None
-        change = masks.MaskChange(len(bias), bias, cross=True) if bias is not None else None
-        _call.set(_Call(prefix=0, mask_token=masks.begin(change) if change is not None else None))
+        prefix = 0
+        if source is not None:
+            prefix = getattr(source, MARK, 0) if mask is None else source.shape[1] - mask.shape[1]
+        if prefix and mask is not None:
+            kwargs["encoder_attention_mask"] = torch.cat([mask.new_ones(len(mask), prefix), mask], dim=1)
+        bias = self._bias(prefix, source.device) if source is not None else None
+        config: Any = decoder.config
+        self._begin(None if bias is None else masks.MaskChange(config, prefix, bias, cross=True))
         return (), kwargs
 
-    def _leave_decoder(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        call = _call.get()
-        if call is not None:
-            _call.set(None)
-            if call.mask_token is not None:
-                masks.end(call.mask_token)
+    def _leave_decoder(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        self._end()
         return output
 
 
@@ -277,11 +277,16 @@ def _slides(config: Any) -> bool:
 
 
 def _check(kwargs: dict[str, Any], cache: Any, added: int) -> None:
+    if added and getattr(cache, "is_compileable", False):
+        raise UsageError("a static KV cache has no room for memory tokens: leave cache_implementation at its default")
     mask = kwargs.get("attention_mask")
     if mask is not None and (isinstance(mask, dict) or mask.ndim != 2):
         raise UsageError("with a memory the attention_mask must be (batch, length): the memory extends it by itself")
-    if added and getattr(cache, "is_compileable", False):
-        raise UsageError("a static KV cache has no room for memory tokens: leave cache_implementation at its default")
+
+
+def _check_filled_with(past: int, prefix: Prefix | None) -> None:
+    if past and prefix is not None:
+        raise UsageError("this KV cache was filled without the memory: start a new one, or read on within disabled()")
 
 
 def _check_right_padded(mask: torch.Tensor | None, name: str) -> None:

@@ -8,18 +8,24 @@ running right now (in this thread or task) has asked for a change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 
+from mnemic.errors import UnsupportedModel
+
+IMPLEMENTATIONS = ("sdpa", "eager")
+
 
 @dataclass(frozen=True)
 class MaskChange:
     """What to change in the masks of the stack that is running."""
 
+    config: Any
+    """The stack's config, by which its masks are told from those of models that run inside it."""
     prefix: int = 0
     """So many keys at the beginning are seen by the whole sequence, whatever the window or the document."""
     bias: torch.Tensor | None = None
@@ -35,12 +41,22 @@ class MaskChange:
 
 
 _active: ContextVar[MaskChange | None] = ContextVar("mnemic_mask_change", default=None)
-begin, end = _active.set, _active.reset
+end = _active.reset
+
+
+def begin(change: MaskChange | None) -> Token:
+    """From now on, until `end` is given what this returns, masks are changed so."""
+    if change is not None and (used := change.config._attn_implementation) not in IMPLEMENTATIONS:
+        raise UnsupportedModel(
+            f"attention implementation {used!r} does not take the masks that gated memories, documents and sliding "
+            "windows need: call model.set_attn_implementation('sdpa')"
+        )
+    return _active.set(change)
 
 
 def install() -> None:
     """Wraps transformers' mask functions; safe to call again."""
-    for name in ("sdpa", "eager"):
+    for name in IMPLEMENTATIONS:
         function = ALL_MASK_ATTENTION_FUNCTIONS[name]
         if not hasattr(function, "unchanged"):
             ALL_MASK_ATTENTION_FUNCTIONS[name] = _changeable(function)
@@ -49,7 +65,9 @@ def install() -> None:
 def _changeable(unchanged: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
     def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         change = _active.get()
-        if change is None or (change.cross and kwargs.get("mask_function") is not bidirectional_mask_function):
+        if change is None or kwargs.get("config") is not change.config:
+            return unchanged(*args, **kwargs)
+        if change.cross and kwargs.get("mask_function") is not bidirectional_mask_function:
             return unchanged(*args, **kwargs)
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         own = unchanged(*args, **kwargs)
@@ -89,4 +107,5 @@ def _changed(
     if change.bias is None:
         return additive
     after = kv_length - change.first - change.prefix
-    return additive + torch.nn.functional.pad(change.bias.to(dtype), (change.first, after))
+    bias = change.bias.to(dtype).clamp(min=torch.finfo(dtype).min)
+    return additive + torch.nn.functional.pad(bias, (change.first, after))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Self
 
+import torch
+
 from mnemic.hf.anatomy import Places
 from mnemic.hf.entrance import Entrance, Prefix
 from mnemic.memories.base import Handle
@@ -27,4 +29,12 @@ class Attached(Handle):
         return cls(config, layer.to(inputs.device), entrance)
 
     def switch(self, on: bool) -> None:
-        self._entrance.prefix = Prefix(rows=self.layer, bias=self.layer.bias) if on else None
+        self._entrance.prefix = Prefix(rows=self._rows, bias=self._bias) if on else None
+
+    # The layer is looked up at each call: PEFT puts another in its place.
+
+    def _rows(self) -> torch.Tensor:
+        return self.layer()
+
+    def _bias(self) -> torch.Tensor | None:
+        return self.layer.bias()

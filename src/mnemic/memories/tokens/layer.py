@@ -39,5 +39,6 @@ class MemoryTokenLayer(nn.Module):
         """
         if self.gate is None:
             return None
-        opening = self.gate.detach().clamp(min=CLOSED)
-        return opening.log() + (self.gate - self.gate.detach()) / opening
+        gate = self.gate.float()
+        opening = gate.detach().clamp(min=CLOSED)
+        return opening.log() + (gate - gate.detach()) / opening

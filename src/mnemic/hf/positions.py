@@ -1,0 +1,59 @@
+"""The positions that a base model gives its tokens, for when something stands before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mnemic.errors import UnsupportedModel
+from mnemic.hf.anatomy import Places
+
+_COUNT_REAL_TOKENS = ("opt", "mnemic-decoder", "mnemic-encoder-decoder")
+
+
+def sequence_positions(
+    places: Places, kwargs: dict[str, Any], starts: torch.Tensor | None, batch: int, length: int, past: int, device: Any
+) -> torch.Tensor | None:
+    """The positions (batch, length) that the base would give the sequence; they restart where documents start.
+
+    None where the architecture has no position_ids.
+    """
+    if starts is not None and not separates_documents(places):
+        causal = places.anatomy.kind == "causal"
+        why = "places tokens by where they stand in the input" if causal else "is not causal"
+        raise UnsupportedModel(
+            f"{type(places.stack).__name__} {why}, so documents in one row cannot be kept apart: "
+            "give each document a row of its own and no document_starts"
+        )
+    if not places.positions_by_id:
+        return None
+    if (given := kwargs.get("position_ids")) is not None:
+        return given.expand(batch, -1) if given.ndim == 2 else given.expand(batch, length)
+    counted = torch.arange(past, past + length, device=device).expand(batch, -1)
+    if starts is not None:
+        first = torch.where(starts, counted, torch.zeros_like(counted)).cummax(1).values
+        return counted - first
+    config: Any = places.stack.config
+    mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
+    if mask is not None and config.model_type in _COUNT_REAL_TOKENS:
+        mask = mask.long()
+        return (mask.cumsum(1) * mask - 1)[:, past:]
+    if config.model_type == "roberta":
+        real = ids.ne(config.pad_token_id) if ids is not None else torch.ones_like(counted)
+        return (real.cumsum(1) + past) * real + config.pad_token_id
+    return counted
+
+
+def prefix_positions(places: Places, count: int, device: torch.device) -> torch.Tensor:
+    """The positions of what stands before the sequence: -m ... -1, or the first of an absolute table."""
+    if places.anatomy.positions != "absolute":
+        return torch.arange(-count, 0, device=device)
+    config: Any = places.stack.config
+    first = config.pad_token_id + 1 if config.model_type == "roberta" else 0  # RoBERTa counts from behind padding
+    return torch.full((count,), first, device=device)
+
+
+def separates_documents(places: Places) -> bool:
+    """Whether several documents in one row can be kept apart exactly."""
+    return places.anatomy.kind == "causal" and places.positions_by_id
