@@ -21,9 +21,9 @@ from transformers import DynamicCache
 
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf import masks
-from mnemic.hf.anatomy import Places
+from mnemic.hf.anatomy import Places, find
 from mnemic.hf.caches import pin
-from mnemic.hf.positions import prefix_positions, sequence_positions
+from mnemic.hf.positions import prefix_positions, separates_documents, sequence_positions
 
 MARK = "mnemic_prefix"  # set on a KV cache or an encoder's output: how many of its first entries are the prefix
 
@@ -268,6 +268,25 @@ class Entrance:
     def _leave_decoder(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         self._end()
         return output
+
+
+@contextlib.contextmanager
+def documents_apart(model: Any, document_starts: torch.Tensor) -> Iterator[None]:
+    """Within this context the forward of a plain model of a known architecture keeps the documents of a row apart."""
+    entrance = Entrance(find(model))
+    try:
+        with reading(document_starts):
+            yield
+    finally:
+        entrance.remove()
+
+
+def can_separate_documents(model: Any) -> bool:
+    """Whether `documents_apart` can be used with a model."""
+    try:
+        return separates_documents(find(model))
+    except UnsupportedModel:
+        return False
 
 
 def _slides(config: Any) -> bool:

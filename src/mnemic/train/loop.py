@@ -257,6 +257,7 @@ class Loop:
             "data": self.corpus.name,
             "model": type(self.model).__name__,
             "objective": type(self.objective).__name__,
+            "documents_apart": self.objective.keeps_documents_apart,
             "parameters": {
                 "all": sum(parameter.numel() for parameter in self.model.parameters()),
                 "trained": sum(parameter.numel() for parameter in self.parameters.values()),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mnemic.errors import UsageError
+from mnemic.hf.entrance import can_separate_documents, documents_apart
 from mnemic.hf.losses import IGNORED, token_losses
 from mnemic.train.config import OBJECTIVES
 
@@ -30,6 +31,7 @@ class Objective(ABC):
         self.tokenizer = tokenizer
         self.seed = seed
         self.accepts = frozenset(inspect.signature(model.forward).parameters)
+        self.keeps_documents_apart = "document_starts" in self.accepts
 
     def prepare(self, batch: Batch, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """The batch as this objective reads it; the same for the same seed and step.
@@ -72,6 +74,12 @@ class NextToken(Objective):
 
     kind = "causal"
 
+    def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
+        super().__init__(model, tokenizer, seed)
+        # a plain model is to read documents as one with a memory does, or the two could not be compared
+        self.needs_help = not self.keeps_documents_apart and can_separate_documents(model)
+        self.keeps_documents_apart |= self.needs_help
+
     def carries(self) -> bool:
         """Whether the model has a cache of its own that outlives a segment."""
         return getattr(self.model.config, "xl_length", 0) > 0
@@ -87,6 +95,10 @@ class NextToken(Objective):
             inputs |= {"past_key_values": carry, "use_cache": True}
         elif "use_cache" in self.accepts:
             inputs["use_cache"] = False
+        starts = batch["document_starts"]
+        if self.needs_help and starts[:, 1:].any():
+            with documents_apart(self.model, starts):
+                return token_losses(self.model, batch["targets"], **inputs)[0]
         return token_losses(self.model, batch["targets"], **inputs)[0]
 
 

@@ -54,7 +54,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(corpus, tokenizer, m
                 torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-8)
 
 
-def test_the_gradient_is_that_of_the_mean_over_targets(corpus, tokenizer, make_model, settings):
+def test_the_gradient_is_that_of_the_mean_over_targets_of_documents_apart(corpus, tokenizer, make_model, settings):
     model = make_model("gpt2").double()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -63,10 +63,13 @@ def test_the_gradient_is_that_of_the_mean_over_targets(corpus, tokenizer, make_m
     state = loop.stream.state_dict()
     batch = next(loop.stream)
     loop.stream.load_state_dict(state)
-    wanted = batch["targets"] != -100
-    logits = model(batch["input_ids"]).logits.log_softmax(-1)[wanted]
-    naive = -logits.gather(1, batch["targets"][wanted][:, None]).mean()
-    expected = torch.autograd.grad(naive, list(loop.parameters.values()))
+    losses = []
+    for ids, targets, starts in zip(batch["input_ids"], batch["targets"], batch["document_starts"], strict=True):
+        cuts = sorted({0, len(ids), *starts.nonzero().flatten().tolist()})
+        for first, after in zip(cuts, cuts[1:], strict=False):  # each document of a row is read alone
+            scores = model(ids[None, first:after]).logits[0].log_softmax(-1)
+            losses += [-score[t] for score, t in zip(scores, targets[first:after], strict=True) if t != -100]
+    expected = torch.autograd.grad(torch.stack(losses).mean(), list(loop.parameters.values()))
     (seen,) = gradients(loop, steps=1)
     for got, right in zip(seen.values(), expected, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-8)

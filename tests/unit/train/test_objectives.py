@@ -18,8 +18,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import mnemic
 from mnemic.errors import UsageError
 from mnemic.train.objectives import Masked, NextToken, make_objective
+from tests.contract.architectures import build
 
 VOCABULARY = 50
 
@@ -179,3 +181,41 @@ def test_what_does_not_suit_the_model_is_refused(tokenizer: FakeTokenizer) -> No
         make_objective("auto", BertModel(bert().config), tokenizer, 0)
     with pytest.raises(UsageError, match="mask token"):
         make_objective("auto", bert(), FakeTokenizer(mask_token_id=None, all_special_ids=[]), 0)
+
+
+def two_documents() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
+    starts = torch.zeros(2, 12, dtype=torch.bool)
+    starts[:, [0, 6]] = True
+    attention_mask = torch.ones_like(ids)
+    return {
+        "input_ids": ids, "targets": ids.roll(-1, 1), "document_starts": starts, "attention_mask": attention_mask,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "apart"), [("llama", True), ("gpt2", True), ("mistral", True), ("bloom", False)])
+def test_a_plain_model_reads_documents_as_one_with_a_memory_does(name: str, apart: bool) -> None:
+    plain = build(name)
+    objective = NextToken(plain, None, 0)
+    assert objective.keeps_documents_apart == apart
+    batch = two_documents()
+    changed = batch | {"input_ids": batch["input_ids"].clone()}
+    changed["input_ids"][:, 2] += 1
+    with torch.no_grad():
+        losses = objective.losses(batch, None)
+        moved = (losses - objective.losses(changed, None)).abs()[:, 6:].max()
+        neutral = NextToken(mnemic.augment(build(name), mnemic.MemoryTokens(gated=True)), None, 0)
+        torch.testing.assert_close(losses, neutral.losses(batch, None), rtol=1e-4, atol=1e-4)
+    assert (moved == 0) == apart == neutral.keeps_documents_apart
+    assert not any(module._forward_pre_hooks for module in plain.modules())
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "bloom"])
+def test_a_model_that_cannot_keep_documents_apart_trains_with_a_memory(name: str) -> None:
+    model = mnemic.augment(build(name), mnemic.MemoryTokens(count=2))
+    objective = make_objective("auto", model, FakeTokenizer(mask_token_id=2, all_special_ids=[0, 1, 2]), 0)
+    assert not objective.keeps_documents_apart
+    loss, count = objective.loss(two_documents(), None)
+    loss.backward()
+    assert count == 24
+    assert model.memory.tokens.layer.vectors.grad.abs().max() > 0
