@@ -319,7 +319,11 @@ def _check_right_padded(mask: torch.Tensor | None, name: str) -> None:
 def _without(output: Any, count: int) -> Any:
     """The output of a stack without its first `count` positions; attention maps keep them."""
     if isinstance(output, tuple):
-        return (output[0][:, count:], *output[1:])
+        hidden = (
+            tuple(h[:, count:] for h in part) if isinstance(part, tuple) and part and part[0].ndim == 3 else part
+            for part in output[1:]
+        )
+        return (output[0][:, count:], *hidden)
     output["last_hidden_state"] = output["last_hidden_state"][:, count:]
     if output.get("hidden_states") is not None:
         output["hidden_states"] = tuple(h[:, count:] for h in output["hidden_states"])

@@ -85,6 +85,9 @@ def test_logits_labels_and_hidden_states_have_the_length_of_the_input() -> None:
     by_hand = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids()[:, 1:].flatten())
     torch.testing.assert_close(out.loss, by_hand)
     assert model(ids(), return_dict=False)[0].shape == (2, 9, VOCABULARY)
+    bloom = mnemic.augment(build("bloom"), mnemic.MemoryTokens(count=5))
+    parts = bloom(ids(), output_hidden_states=True, use_cache=False, return_dict=False)
+    assert {h.shape[1] for h in parts[1]} == {9}
 
 
 def test_the_kv_cache_is_on_and_holds_the_memory_once() -> None:

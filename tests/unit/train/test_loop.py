@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -66,7 +67,7 @@ def test_the_gradient_is_that_of_the_mean_over_targets_of_documents_apart(corpus
     losses = []
     for ids, targets, starts in zip(batch["input_ids"], batch["targets"], batch["document_starts"], strict=True):
         cuts = sorted({0, len(ids), *starts.nonzero().flatten().tolist()})
-        for first, after in zip(cuts, cuts[1:], strict=False):  # each document of a row is read alone
+        for first, after in itertools.pairwise(cuts):  # each document of a row is read alone
             scores = model(ids[None, first:after]).logits[0].log_softmax(-1)
             losses += [-score[t] for score, t in zip(scores, targets[first:after], strict=True) if t != -100]
     expected = torch.autograd.grad(torch.stack(losses).mean(), list(loop.parameters.values()))
