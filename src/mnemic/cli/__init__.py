@@ -6,6 +6,7 @@ imports torch, and whatever imports torch, inside its functions, so that help an
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -14,7 +15,7 @@ from types import ModuleType
 
 import mnemic
 from mnemic.cli.options import Parser
-from mnemic.errors import MnemicError, unknown_name
+from mnemic.errors import MnemicError, UsageError, unknown_name
 
 VERBS = ("demo", "list", "doctor", "train", "evaluate", "generate")
 
@@ -32,6 +33,9 @@ EPILOG = """examples:
 Results go to stdout, progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 damaged files.
 """
 
+# What writing to stdout can say. A file that is written says it too, but mnemic.files makes a sentence of that.
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and gives its exit code; every failure a user can act on is one line on stderr."""
@@ -39,15 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run([*(sys.argv[1:] if argv is None else argv)])  # `list` is a verb here
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # argparse's way to end after --help
-        return int(stop.code or 0)
     except KeyboardInterrupt as stop:
         print(f"\nmnemic: {str(stop) or 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read us (head, less) has enough. What is still buffered must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read us (head, less) has enough
         return 0
+    except OSError as error:
+        if os.environ.get("MNEMIC_DEBUG") or error.errno not in _CANNOT_WRITE or error.filename:
+            raise
+        _drop_output()
+        print(f"mnemic: the output could not be written: {error.strerror}", file=sys.stderr)
+        return 1
     except MnemicError as error:
         if os.environ.get("MNEMIC_DEBUG"):
             raise
@@ -55,7 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
+def _drop_output() -> None:
+    """Forgets what is buffered for stdout, so that it does not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _run(argv: list[str]) -> int:
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:  # what is no text reaches us as lone surrogates
+            raise UsageError(f"the argument {argument!r} is not UTF-8 text: write it in UTF-8") from None
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0 if argv else 2
@@ -68,7 +85,11 @@ def _run(argv: list[str]) -> int:
     if verb not in VERBS:
         raise unknown_name("option" if verb.startswith("-") else "verb", verb, [*VERBS, "--help", "--version"])
     module = importlib.import_module(f"mnemic.cli.{verb}")
-    return module.run(_parser(verb, module).parse_args(rest))
+    try:
+        arguments = _parser(verb, module).parse_args(rest)
+    except SystemExit as stop:  # argparse's way to end after --help
+        return int(stop.code or 0)
+    return module.run(arguments)
 
 
 def _parser(verb: str, module: ModuleType) -> Parser:

@@ -20,6 +20,7 @@ EXAMPLE = """  mnemic doctor
   mnemic doctor --json > machine.json"""
 
 LIBRARIES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "faiss-cpu", "numpy")
+FAILED = "failed: "
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +31,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints facts and checks; 1 if a check failed."""
     facts = machine()
-    checks = {name: _outcome(check) for name, check in CHECKS.items()}
-    failed = [name for name, outcome in checks.items() if outcome != "OK"]
+    checks = {name: _answer(check) or "OK" for name, check in CHECKS.items()}
+    failed = [name for name, answer in {**facts, **checks}.items() if str(answer).startswith(FAILED)]
     if arguments.json:
         print(json.dumps({"machine": facts, "checks": checks}, indent=2))
         return int(bool(failed))
@@ -44,22 +45,51 @@ def run(arguments: argparse.Namespace) -> int:
 
 def machine() -> dict[str, Any]:
     """What is installed and what the machine has."""
-    import faiss
-    import torch
-    from huggingface_hub.constants import HF_HOME
-
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "mnemic": mnemic.__version__,
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         **{name: _version(name) for name in LIBRARIES},
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": f"torch {torch.get_num_threads()}, faiss {faiss.omp_get_max_threads()}",
         "memory": f"{memory:.1f} GiB",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "faiss build": faiss.get_compile_options().strip(),
-        "hub cache": f"{HF_HOME} ({'writable' if _writable(Path(HF_HOME)) else 'NOT writable: set HF_HOME'})",
+        **{name: _answer(fact) for name, fact in FACTS.items()},
     }
+
+
+def torch_threads() -> int:
+    """How many threads torch uses."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def gpu() -> str:
+    """The GPU, if there is one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def faiss_build() -> str:
+    """How FAISS was built, and how many threads it uses."""
+    import faiss
+
+    return f"{faiss.get_compile_options().strip()}, {faiss.omp_get_max_threads()} threads"
+
+
+def hub_cache() -> str:
+    """Where models and datasets of the hub are kept."""
+    from huggingface_hub.constants import HF_HOME
+
+    return f"{HF_HOME} ({'writable' if _writable(Path(HF_HOME)) else 'NOT writable: set HF_HOME'})"
+
+
+FACTS: dict[str, Callable[[], Any]] = {
+    "torch threads": torch_threads,
+    "gpu": gpu,
+    "faiss build": faiss_build,
+    "hub cache": hub_cache,
+}
 
 
 def _version(library: str) -> str:
@@ -80,14 +110,14 @@ def _writable(folder: Path) -> bool:
         return False
 
 
-def _outcome(check: Callable[[], None]) -> str:
+def _answer(question: Callable[[], Any]) -> Any:
+    """What a fact or a check says; whatever goes wrong is the answer too."""
     try:
-        check()
-    except Exception as error:  # whatever goes wrong is the answer
+        return question()
+    except Exception as error:
         if os.environ.get("MNEMIC_DEBUG"):
             traceback.print_exc(file=sys.stderr)
-        return f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return "OK"
+        return f"{FAILED}{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class CheckFailed(Exception):

@@ -54,7 +54,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the prompt and its continuation."""
     config = GenerateConfig.from_dict(given(arguments, GenerateConfig))
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = read_prompt() if arguments.prompt == "-" else arguments.prompt
     from mnemic.cli.loading import load_model
 
     model, tokenizer = load_model(arguments.model)
@@ -66,12 +66,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def read_prompt() -> str:
+    """The text on stdin."""
+    try:
+        prompt = sys.stdin.read()
+        prompt.encode()  # in some locales Python reads bytes that are no text as lone surrogates
+    except UnicodeError:
+        raise UsageError("what came on stdin is not UTF-8 text: give a text to continue") from None
+    return prompt
+
+
 def continue_text(model: Any, tokenizer: Any, prompt: str, config: GenerateConfig) -> str:
     """What the model writes after `prompt`, which it reads as the beginning of a document."""
     import torch
 
     from mnemic.data.encoding import start_and_end
+    from mnemic.train.objectives import check_vocabulary, model_kind
 
+    if model_kind(model) != "causal":
+        raise UsageError(f"{type(model).__name__} is a masked model, which does not generate text: give a causal one")
+    check_vocabulary(model, tokenizer)
     start, end = start_and_end(tokenizer)
     ids = torch.tensor([[start, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
     torch.manual_seed(config.seed)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
-from mnemic.errors import UsageError
+from mnemic.errors import DamagedError, UsageError
 
 
 def load_model(name: str) -> tuple[Any, Any]:
     """The model and the tokenizer in a folder (a run's, or one that save_pretrained wrote) or of a name on the hub."""
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     import mnemic.models  # noqa: F401 (makes our architectures known to transformers)
@@ -22,13 +24,19 @@ def load_model(name: str) -> tuple[Any, Any]:
     if folder is not None and (folder / RECORD).exists():
         return load(folder), load_tokenizer(str(folder))
     source = name if folder is None else str(folder)
-    tokenizer = load_tokenizer(source)
     try:
         classes = AutoConfig.from_pretrained(source).architectures or [""]
         kind = AutoModelForMaskedLM if classes[0].endswith("ForMaskedLM") else AutoModelForCausalLM
-        return kind.from_pretrained(source), tokenizer
+        model = kind.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise UsageError(f"the model {name} could not be loaded: {str(error).splitlines()[0]}") from error
+        where = "the hub or its cache" if folder is None else "the folder"
+        raise UsageError(
+            f"no model {name!r} could be loaded from {where} ({str(error).splitlines()[0]}): "
+            "give the folder of a run, a saved model, or a name on the hub"
+        ) from error
+    except SafetensorError as error:
+        raise DamagedError(f"the weights of the model {name} are damaged ({error}): get or save it again") from error
+    return model, load_tokenizer(source)
 
 
 def model_folder(name: str) -> Path | None:
@@ -51,6 +59,13 @@ def new_decoder(tokenizer: Any, **settings: Any) -> Any:
 
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return MnemicDecoderForCausalLM(MnemicDecoderConfig(vocab_size=len(tokenizer), **special, **settings))
+
+
+def check_decoder(**settings: Any) -> None:
+    """UsageError if there can be no decoder of these settings, whatever its vocabulary."""
+    from mnemic.models import MnemicDecoderConfig
+
+    MnemicDecoderConfig(vocab_size=sys.maxsize, **settings)
 
 
 def decoder_settings() -> dict[str, Any]:

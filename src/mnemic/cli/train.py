@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not experiment.corpus:
         raise UsageError("no corpus was given: `mnemic train CORPUS ...`, for example a text file or stdlib")
     memories = [read_memory(text) for text in experiment.memory]
+    decoder = read_decoder(experiment.model)
     import torch
 
     from mnemic.augment import augment
@@ -100,9 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
         torch.manual_seed(experiment.seed)
         corpus = open_corpus(experiment.corpus, experiment.corpus_path)
         if processes.is_main:
-            keep_tokenizer(experiment, corpus)
+            keep_tokenizer(experiment, corpus, new_model=decoder is not None)
         processes.collect(None)  # the others find it in the run's folder
-        model, tokenizer = make_model(experiment)
+        model, tokenizer = make_model(experiment, decoder)
         if memories:
             augment(model, *memories)
         if processes.is_main and not (out / SETTINGS).exists():
@@ -129,18 +130,46 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
         base = Experiment.load(saved)
     else:
         base = Experiment()
-    return Experiment.from_dict({**base.to_dict(), **typed})
+    experiment = Experiment.from_dict({**base.to_dict(), **typed})
+    saved = Path(experiment.out) / SETTINGS
+    if experiment.resume and saved.exists():
+        refuse_another_experiment(experiment, Experiment.load(saved))
+    return experiment
 
 
-def make_model(experiment: Experiment) -> tuple[Any, Any]:
-    """A new decoder with a tokenizer that fits, or the model that was named with its own."""
-    from mnemic.cli.loading import decoder_settings, load_model, new_decoder
+def refuse_another_experiment(experiment: Experiment, started: Experiment) -> None:
+    """UsageError if a run is to go on with another model, tokenizer or corpus; the training loop checks the rest."""
+    different = [
+        f"{name} = {getattr(experiment, name)!r} (was {getattr(started, name)!r})"
+        for name in ("corpus", "model", "memory", "tokenizer", "vocab_size")
+        if getattr(experiment, name) != getattr(started, name)
+    ]
+    if different:
+        raise UsageError(
+            f"the run in {experiment.out} was started with other settings: {', '.join(different)}; leave them out, "
+            "or start another run in another --out folder"
+        )
 
-    name, _, settings = experiment.model.partition(":")
-    if name == DECODER:
-        chosen = read_settings("--model", DECODER, settings, decoder_settings())
+
+def read_decoder(model: str) -> dict[str, Any] | None:
+    """The settings of the new decoder that `model` asks for, found to make sense; None if it names another model."""
+    from mnemic.cli.loading import check_decoder, decoder_settings
+
+    name, _, settings = model.partition(":")
+    if name != DECODER:
+        return None
+    chosen = read_settings("--model", DECODER, settings, decoder_settings())
+    check_decoder(**chosen)
+    return chosen
+
+
+def make_model(experiment: Experiment, decoder: dict[str, Any] | None) -> tuple[Any, Any]:
+    """A new decoder of these settings with a tokenizer that fits, or the model that was named with its own."""
+    from mnemic.cli.loading import load_model, new_decoder
+
+    if decoder is not None:
         tokenizer = make_tokenizer(experiment)
-        return new_decoder(tokenizer, **chosen), tokenizer
+        return new_decoder(tokenizer, **decoder), tokenizer
     if experiment.tokenizer != "auto":
         raise UsageError(f"--tokenizer {experiment.tokenizer}: the model {experiment.model} has its own tokenizer")
     return load_model(experiment.model)
@@ -151,14 +180,13 @@ def tokenizer_kind(experiment: Experiment) -> str:
     return "bpe" if experiment.tokenizer == "auto" else experiment.tokenizer
 
 
-def keep_tokenizer(experiment: Experiment, corpus: Any) -> None:
-    """Trains the tokenizer that was asked for, if it is to be trained, into the run's folder; not again on resume."""
+def keep_tokenizer(experiment: Experiment, corpus: Any, new_model: bool) -> None:
+    """Trains a new model's tokenizer, if it is one that is trained, into the run's folder; not again on resume."""
     from mnemic.data import train_tokenizer
     from mnemic.files import new_folder
 
     kind, folder = tokenizer_kind(experiment), Path(experiment.out) / "tokenizer"
-    new = experiment.model.partition(":")[0] == DECODER and kind in TRAINED_HERE
-    if new and not (experiment.resume and folder.exists()):
+    if new_model and kind in TRAINED_HERE and not (experiment.resume and folder.exists()):
         print(f"training a {kind} tokenizer", file=sys.stderr)
         tokenizer = train_tokenizer(corpus.documents(experiment.split), kind=kind, vocab_size=experiment.vocab_size)
         with new_folder(folder) as temporary:

@@ -23,6 +23,16 @@ class Document:
     id: str
     text: str
 
+    def __post_init__(self) -> None:
+        """Refuses a text that no file can hold: half of a surrogate pair, as JSON can write it."""
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"document {self.id!r} has a lone surrogate, {self.text[error.start]!r}, at character {error.start} "
+                "of its text: mend it or leave it out"
+            ) from None
+
 
 Reader = Callable[[], Iterable[Document]]
 

@@ -10,6 +10,7 @@ from typing import Any
 from mnemic.data import Document, TokenizedCorpus, open_corpus, tokenize_corpus
 from mnemic.errors import UsageError
 from mnemic.evaluate.config import METRICS, EvaluateConfig
+from mnemic.train.objectives import check_vocabulary
 from mnemic.train.report import versions
 from mnemic.train.state import untouched
 
@@ -29,6 +30,7 @@ def evaluate(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig | N
         raise UsageError("give evaluate either an EvaluateConfig or options by name, not both")
     config = config or EvaluateConfig.from_dict(options)
     corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
+    check_vocabulary(model, tokenizer)
     text = Text(corpus, tokenizer, config)
     result = Result(model=type(model).__name__, corpus=corpus.name)
     with untouched(model):

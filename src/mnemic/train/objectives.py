@@ -151,6 +151,7 @@ def make_objective(name: str, model: Any, tokenizer: Any, seed: int) -> Objectiv
             f"objective {name!r} is for {objective.kind} models and {type(model).__name__} is a {kind} one: "
             f"use {_USUAL[kind]!r} or 'auto'"
         )
+    check_vocabulary(model, tokenizer)
     return objective(model, tokenizer, seed)
 
 
@@ -173,7 +174,23 @@ def model_kind(model: Any) -> str:
 def check_length(model: Any, length: int, option: str) -> None:
     """UsageError if a model has fewer positions than `length`, the value of `option`."""
     most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and length > most:
+    if most is not None and length > (most := most - _reserved_positions(model)):
         raise UsageError(
             f"{option} = {length}, but {type(model).__name__} has {most} positions: set it to {most} or less"
+        )
+
+
+def _reserved_positions(model: Any) -> int:
+    """How many of its positions a model gives to no token: those up to the padding's, in models like RoBERTa."""
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    return max((1 + index for table in tables if (index := getattr(table, "padding_idx", None)) is not None), default=0)
+
+
+def check_vocabulary(model: Any, tokenizer: Any) -> None:
+    """UsageError if a tokenizer has tokens that a model has no embedding for."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None) or model.config.vocab_size
+    if len(tokenizer) > size:
+        raise UsageError(
+            f"the tokenizer has {len(tokenizer)} tokens and {type(model).__name__} only {size}: use the tokenizer the "
+            "model was made for, or model.resize_token_embeddings(len(tokenizer))"
         )

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
+import mnemic
 from mnemic.cli import main
+from mnemic.cli.train import Experiment
 from tests.unit.cli.conftest import DECODER, train
 
 
@@ -86,10 +91,13 @@ def test_a_run_is_not_overwritten(run: Path, corpus: Path, capsys) -> None:
     [
         (["--learning-rate", "0.5"], "learning_rate"),
         (["--memory", "tokens:count=7"], "memory"),
-        (["--model", DECODER.replace("16", "32")], "hidden_size = 32 (was 16)"),
+        (["--model", DECODER.replace("16", "32")], "model = 'decoder:hidden_size=32"),
+        (["--tokenizer", "word"], "tokenizer = 'word' (was 'byte')"),
+        (["--vocab-size", "300"], "vocab_size = 300 (was None)"),
+        (["stdlib"], "corpus = 'stdlib' (was "),
         (["--batch-size", "4"], "batch_size"),
     ],
-    ids=["option", "memory", "model", "batch"],
+    ids=["option", "memory", "model", "tokenizer", "vocabulary", "corpus", "batch"],
 )
 def test_a_checkpoint_of_another_config(run: Path, tmp_path: Path, capsys, changed: list[str], sentence: str) -> None:
     shutil.copytree(run, tmp_path / "run")
@@ -98,6 +106,96 @@ def test_a_checkpoint_of_another_config(run: Path, tmp_path: Path, capsys, chang
     before = snapshot(tmp_path / "run")
     fails(capsys, 2, sentence, arguments=["train", "--resume", "--out", tmp_path / "run", *changed])
     assert snapshot(tmp_path / "run") == before
+
+
+def test_a_finished_run_keeps_its_settings_too(run: Path, tmp_path: Path, capsys) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    before = snapshot(tmp_path / "run")
+    settings = tmp_path / "other.toml"
+    settings.write_text((run / "experiment.toml").read_text().replace('tokenizer = "byte"', 'tokenizer = "word"'))
+    for changed in (["--tokenizer", "word"], ["--config", settings]):
+        arguments = ["train", "--resume", "--out", tmp_path / "run", *changed]
+        fails(capsys, 2, "tokenizer = 'word' (was 'byte')", arguments=arguments)
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_what_may_change_on_resume_stays_free(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--keep", "7", "--tokenizer", "byte"]) == 0
+    assert Experiment.load(tmp_path / "run/experiment.toml").keep == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "decoder:position=foo"], "--model decoder:position 'foo': expected one of 't5'"),
+        (["--model", "decoder:hidden_size=30,num_attention_heads=4"], "does not divide"),
+        (["--model", "decoder:adaptive_cutoffs=[9,5]"], "expected rising numbers"),
+        (["--memory", "tokens:count=-1"], "count = -1"),
+    ],
+    ids=["value", "together", "cutoffs", "memory"],
+)
+def test_settings_are_checked_before_a_tokenizer_is_trained(
+    corpus: Path, tmp_path: Path, capsys, arguments: list[str], sentence: str
+) -> None:
+    fails(capsys, 2, sentence, arguments=["train", corpus, "--out", tmp_path / "run", *arguments])
+    assert not (tmp_path / "run").exists()
+
+
+def plain_model(folder: Path, kind: type, config: object) -> Path:
+    """A folder with a model of transformers' own and the byte tokenizer."""
+    kind(config).save_pretrained(folder)
+    mnemic.train_tokenizer([], "byte").save_pretrained(folder)
+    return folder
+
+
+def gpt2(folder: Path, vocab_size: int = 259) -> Path:
+    shape = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    return plain_model(folder, GPT2LMHeadModel, GPT2Config(vocab_size=vocab_size, **shape))
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"\xff" * 8 + data[8:], lambda data: b""])
+def test_a_damaged_model_of_transformers_is_exit_code_3(tmp_path: Path, corpus: Path, capsys, damage) -> None:
+    weights = gpt2(tmp_path / "gpt2") / "model.safetensors"
+    weights.write_bytes(damage(weights.read_bytes()))
+    for arguments in (["generate", tmp_path / "gpt2", "abc"], ["evaluate", tmp_path / "gpt2", corpus]):
+        fails(capsys, 3, str(tmp_path / "gpt2"), "damaged", arguments=arguments)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model(tmp_path: Path, corpus: Path, capsys) -> None:
+    folder = gpt2(tmp_path / "gpt2", vocab_size=100)
+    sentence = "the tokenizer has 259 tokens and GPT2LMHeadModel only 100"
+    fails(capsys, 2, sentence, arguments=["generate", folder, "abc"])
+    fails(capsys, 2, sentence, arguments=["evaluate", folder, corpus, "--window", 32])
+    arguments = ["train", corpus, "--model", folder, "--out", tmp_path / "run", "--segment-length", 32]
+    fails(capsys, 2, sentence, arguments=arguments)
+
+
+def test_a_masked_model_does_not_generate(tmp_path: Path, capsys) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    folder = plain_model(tmp_path / "bert", BertForMaskedLM, BertConfig(vocab_size=259, **shape))
+    fails(capsys, 2, "BertForMaskedLM is a masked model, which does not gen", arguments=["generate", folder, "abc"])
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate"])
+def test_a_name_that_no_model_has(verb: str, corpus: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fails(capsys, 2, "no model 'nosuch' could be loaded from the hub", arguments=[verb, "nosuch", corpus])
+
+
+def test_a_prompt_that_is_not_text(run: Path, capsys, monkeypatch) -> None:
+    fails(capsys, 2, r"the argument '\udcff\udcfe' is not UTF-8", arguments=["generate", run, "\udcff\udcfe"])
+    for errors in ("strict", "surrogateescape"):  # as in a UTF-8 locale, and in the C locale
+        monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"abc\xff\xfe"), "utf-8", errors))
+        fails(capsys, 2, "stdin is not UTF-8 text", arguments=["generate", run, "-"])
+
+
+def test_a_document_with_a_lone_surrogate(tmp_path: Path, capsys) -> None:
+    lines = [json.dumps({"text": text}) for text in ("good", "bad \ud800")]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
+    for kind in ("byte", "word", "bpe"):
+        arguments = ["train", tmp_path / "corpus.jsonl", "--tokenizer", kind, "--out", tmp_path / kind]
+        fails(capsys, 2, f"{tmp_path / 'corpus.jsonl'}, line 2", "surrogate", arguments=arguments)
 
 
 def test_a_damaged_model_is_exit_code_3(run: Path, corpus: Path, tmp_path: Path, capsys) -> None:

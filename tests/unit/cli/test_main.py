@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -135,6 +136,21 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("length", [10, 100_000])
+def test_a_full_disk_behind_stdout_is_one_sentence(unbuffered: str, length: int) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full here")
+    code = (
+        f"import sys, mnemic.cli; mnemic.cli._overview = lambda: 'x' * {length}; sys.exit(mnemic.cli.main(['--help']))"
+    )
+    with open("/dev/full", "w") as full:
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, env=environment)
+    assert done.stderr == b"mnemic: the output could not be written: No space left on device\n"
+    assert done.returncode == 1
 
 
 def test_python_m_mnemic_is_the_command_line() -> None:

@@ -166,6 +166,18 @@ def test_doctor_checks_each_memory_and_is_well(capsys) -> None:
     assert found["machine"]["torch"].startswith(torch.__version__.partition("+")[0])
 
 
+def test_doctor_says_why_faiss_cannot_be_imported(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    monkeypatch.delitem(doctor.CHECKS, "memory: train, save, load, generate")
+    assert main(["doctor", "--json"]) == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    for answer in (found["machine"]["faiss build"], found["checks"]["faiss: same as numpy"]):
+        assert answer.startswith("failed: ModuleNotFoundError: import of faiss")
+    assert found["checks"]["files: replace and lock"] == "OK"
+    assert "Traceback" not in captured.err
+
+
 def test_doctor_fails_if_a_check_does(capsys, monkeypatch) -> None:
     import faiss
 

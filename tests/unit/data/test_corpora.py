@@ -204,6 +204,13 @@ def test_folders_that_may_not_be_read(tmp_path, monkeypatch):
         open_corpus(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["ab\ud800", "ab\udcffc", "\u00e9b\ude00"])
+def test_a_lone_surrogate_is_named_with_its_document(text):
+    with pytest.raises(UsageError, match=r"document 'd\\ud8001' has a lone surrogate, '\\ud\w+', at character [12]"):
+        Document("d\ud8001", text)
+    assert Document("d", "ab\U0001f600").text == "ab\U0001f600"
+
+
 def test_a_split_without_documents_says_so(tmp_path):
     make(tmp_path, {"a.txt": "one line only"})
     with pytest.raises(UsageError, match=r"the 'valid' split of .* has no document"):

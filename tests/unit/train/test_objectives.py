@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,17 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 import mnemic
 from mnemic.errors import UsageError
-from mnemic.train.objectives import Masked, NextToken, make_objective
-from tests.contract.architectures import build
-
-VOCABULARY = 50
+from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
+from mnemic.train.objectives import Masked, NextToken, check_length, make_objective
+from tests.contract.architectures import VOCABULARY, build
 
 
 class FakeTokenizer(SimpleNamespace):
@@ -181,6 +183,35 @@ def test_what_does_not_suit_the_model_is_refused(tokenizer: FakeTokenizer) -> No
         make_objective("auto", BertModel(bert().config), tokenizer, 0)
     with pytest.raises(UsageError, match="mask token"):
         make_objective("auto", bert(), FakeTokenizer(mask_token_id=None, all_special_ids=[]), 0)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tokenizer: FakeTokenizer) -> None:
+    model = gpt2()
+    model.resize_token_embeddings(VOCABULARY - 1)
+    sentence = f"the tokenizer has {VOCABULARY} tokens and GPT2LMHeadModel only {VOCABULARY - 1}"
+    with pytest.raises(UsageError, match=sentence):
+        make_objective("auto", model, tokenizer, 0)
+    model.resize_token_embeddings(VOCABULARY + 1)
+    assert make_objective("auto", model, tokenizer, 0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "adaptive_cutoffs": [9]}
+    with pytest.raises(UsageError, match="MnemicDecoderForCausalLM only 47"):
+        make_objective("auto", MnemicDecoderForCausalLM(MnemicDecoderConfig(vocab_size=47, **shape)), tokenizer, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "most"),
+    [(BertForMaskedLM, BertConfig, 20), (RobertaForMaskedLM, RobertaConfig, 17)],
+    ids=["bert", "roberta"],
+)
+def test_the_longest_input_that_is_allowed_is_the_longest_that_works(kind: Any, config: Any, most: int) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = kind(config(vocab_size=VOCABULARY, max_position_embeddings=20, pad_token_id=2, **shape))
+    check_length(model, most, "window")
+    model(input_ids=torch.full((1, most), 7))
+    with pytest.raises(UsageError, match=f"has {most} positions: set it to {most} or less"):
+        check_length(model, most + 1, "window")
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, most + 1), 7))
 
 
 def two_documents() -> dict[str, torch.Tensor]:
