@@ -56,8 +56,13 @@ def augment(model: Any, *memories: MemoryConfig, anatomy: Anatomy | None = None)
         model.__class__ = _augmented_class(type(model), memory.separates_documents)  # type: ignore[arg-type]
     else:
         memory = existing
-    for config in memories:
-        memory.add(config)
+    try:
+        for config in memories:
+            memory.add(config)
+    except Exception:
+        if existing is None:
+            memory.detach()
+        raise
     return model
 
 

@@ -140,6 +140,20 @@ def test_a_part_and_the_whole_are_not_both_augmented() -> None:
         mnemic.augment(model, mnemic.MemoryTokens())
 
 
+def test_a_memory_that_cannot_be_attached_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mnemic.memories.tokens.attach import Attached
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedModel("not in this model")
+
+    monkeypatch.setattr(Attached, "attach", refuse)
+    model = build("llama")
+    with pytest.raises(UnsupportedModel, match="not in this model"):
+        mnemic.augment(model, mnemic.MemoryTokens())
+    assert type(model) is hf.LlamaForCausalLM
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
 # -- precision and attention implementations ---------------------------------------------------------------------------
 
 
