@@ -196,6 +196,18 @@ def test_prompt_lookup_is_right_or_refused() -> None:
         augmented("mistral").generate(ids(1), prompt_lookup_num_tokens=3, **how)
 
 
+@pytest.mark.parametrize(
+    "name", [n for n, (kind, _) in ARCHITECTURES.items() if "CausalLM" in kind.__name__] + ["gpt2"]
+)
+def test_packed_rows_stay_apart_as_in_the_base(name: str) -> None:
+    model, base = augmented(name, gated=True), build(name)
+    if not model.memory.separates_documents:
+        pytest.skip("ALiBi has no position_ids to pack rows by")
+    packed = torch.cat([torch.arange(4), torch.arange(6)])[None]
+    given = {"input_ids": ids(), "position_ids": packed, "use_cache": False}
+    torch.testing.assert_close(logits(model, **given), logits(base, **given), **CLOSE)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,8 @@ class _Call:
     xl_cache: Any = None
 
 
+_BLIND_TO_PACKING = ("opt", "falcon")  # their masks do not look at position_ids
+
 _call: ContextVar[_Call | None] = ContextVar("mnemic_call", default=None)
 _document_starts: ContextVar[torch.Tensor | None] = ContextVar("mnemic_document_starts", default=None)
 
@@ -108,6 +110,8 @@ class Entrance:
         stored = getattr(cache, MARK, 0) if past else 0
         rows = self.prefix.rows() if self.prefix is not None and past == 0 else None
         added = 0 if rows is None else len(rows)
+        if added and starts is None:
+            starts = self._packed(kwargs)
         if not added + stored and (starts is None or self._native):
             _check_filled_with(past, self.prefix)
             self._begin(None)
@@ -196,6 +200,19 @@ class Entrance:
         if cache is not None and self._slides and cache.get_seq_length() == 0:
             pin(cache, len(self.prefix.rows()))
         return cache
+
+    def _packed(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Where documents start by transformers' sign for packed rows: positions that jump, without mask and cache."""
+        config: Any = self.places.stack.config
+        positions = kwargs.get("position_ids")
+        if positions is None or config.model_type in _BLIND_TO_PACKING or not separates_documents(self.places):
+            return None
+        cached = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+        if cached or kwargs.get("past_key_values") is not None or kwargs.get("attention_mask") is not None:
+            return None
+        inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        starts = torch.nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
+        return starts.expand(len(inputs), -1) if starts[:, 1:].any() else None
 
     # -- the masks ---------------------------------------------------------------------------------------------------
 
