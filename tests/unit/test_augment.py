@@ -40,20 +40,21 @@ def trainer(model: PreTrainedModel, folder: Path, steps: int, **options: Any) ->
     return Trainer(model=model, args=arguments, train_dataset=rows())
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "bert", "mnemic-encoder-decoder", "t5"])
 def test_trainer_trains_it_and_it_comes_back(architecture: str, tmp_path: Path) -> None:
     model = mnemic.augment(build(architecture), mnemic.MemoryTokens(count=4))
     assert isinstance(model, PreTrainedModel)
     vectors = model.memory.tokens.layer.vectors.detach().clone()
-    run = trainer(model, tmp_path / "run", steps=20)
+    run = trainer(model, tmp_path / "run", steps=30)
     run.train()
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
     assert (model.memory.tokens.layer.vectors - vectors).abs().max() > 1e-3
     model.save_pretrained(tmp_path / "saved")
     loaded = mnemic.load(tmp_path / "saved")
+    given = {"decoder_input_ids": ids()} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids()).logits, model.eval()(ids()).logits)
+        assert torch.equal(loaded.eval()(ids(), **given).logits, model.eval()(ids(), **given).logits)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
