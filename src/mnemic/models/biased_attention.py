@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+BLOCK = 128  # queries worked on at a time in the backward pass
+
 
 def biased_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
     """softmax(scaling q k + bias) v for (B, heads, T or K, width) and a bias (B or 1, heads or 1, T, K)."""
@@ -34,15 +36,36 @@ class _BiasedAttention(torch.autograd.Function):
         above = gradients[0]
         # The sum over keys of weight x its gradient is the same as output x its gradient, summed over the width.
         mean = (above * output).sum(-1, keepdim=True)
-        to_query, to_key, to_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        to_query, to_key, to_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         to_bias = torch.zeros_like(bias)
+        blocks = _blocks(bias)
         for row in range(query.shape[0]):  # one row at a time: the (heads, T, K) arrays stay in the processor's cache
             own = row if bias.shape[0] > 1 else 0
-            scores = torch.baddbmm(bias[own], query[row], key[row].transpose(1, 2), alpha=ctx.scaling)
-            weights = scores.softmax(-1)  # much faster than exp(scores - normaliser), which is slow where masked
-            torch.bmm(weights.transpose(1, 2), above[row], out=to_value[row])
-            slope = torch.bmm(above[row], value[row].transpose(1, 2)).sub_(mean[row]).mul_(weights)
-            to_bias[own] += slope if bias.shape[1] > 1 else slope.sum(0, keepdim=True)
-            to_query[row] = torch.bmm(slope, key[row]).mul_(ctx.scaling)
-            to_key[row] = torch.bmm(slope.transpose(1, 2), query[row]).mul_(ctx.scaling)
+            for queries, keys in blocks:
+                asked, known, read, wanted = (
+                    query[row, :, queries],
+                    key[row, :, keys],
+                    value[row, :, keys],
+                    above[row, :, queries],
+                )
+                scores = torch.baddbmm(bias[own, :, queries, keys], asked, known.transpose(1, 2), alpha=ctx.scaling)
+                weights = scores.softmax(-1)  # much faster than exp(scores - normaliser), which is slow where masked
+                to_value[row, :, keys] += torch.bmm(weights.transpose(1, 2), wanted)
+                slope = torch.bmm(wanted, read.transpose(1, 2)).sub_(mean[row, :, queries]).mul_(weights)
+                to_bias[own, :, queries, keys] += slope if bias.shape[1] > 1 else slope.sum(0, keepdim=True)
+                to_query[row, :, queries] = torch.bmm(slope, known).mul_(ctx.scaling)
+                to_key[row, :, keys] += torch.bmm(slope.transpose(1, 2), asked).mul_(ctx.scaling)
         return to_query, to_key, to_value, to_bias, None
+
+
+def _blocks(bias: Tensor) -> list[tuple[slice, slice]]:
+    """Queries in blocks, each with the keys up to the last one that any of them sees: the others weigh nothing."""
+    queries, keys = bias.shape[2:]
+    visible = (bias > torch.finfo(bias.dtype).min / 2).any(1)
+    if not visible.any(-1).all():  # a query that sees nothing (padding) weighs all keys alike
+        return [(slice(0, queries), slice(0, keys))]
+    last = (visible.any(0) * torch.arange(1, keys + 1, device=bias.device)).amax(-1)
+    return [
+        (slice(first, min(first + BLOCK, queries)), slice(0, int(last[first : first + BLOCK].max())))
+        for first in range(0, queries, BLOCK)
+    ]

@@ -66,11 +66,19 @@ def test_gradient_of_the_rotation() -> None:
     assert torch.autograd.gradcheck(lambda x: rotate(x, terms), (states,))
 
 
+@pytest.mark.parametrize("block", [1, 3, 128])
+@pytest.mark.parametrize("unseeing", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (3, 1), (1, 1)])
-def test_biased_attention_and_its_gradient(shape: tuple[int, int]) -> None:
+def test_biased_attention_and_its_gradient(
+    shape: tuple[int, int], unseeing: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in blocks of queries, and where a query sees nothing and weighs all keys alike."""
+    monkeypatch.setattr("mnemic.models.biased_attention.BLOCK", block)
     query = torch.randn(3, 2, 4, 5, dtype=torch.float64, requires_grad=True)
     key, value = (torch.randn(3, 2, 6, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     hidden = torch.full((4, 6), torch.finfo(torch.float64).min, dtype=torch.float64).triu(3)
+    if unseeing:
+        hidden[1] = torch.finfo(torch.float64).min
     bias = (torch.randn(*shape, 4, 6, dtype=torch.float64) + hidden).requires_grad_()
     inputs = (query, key, value, bias)
     found = biased_attention(*inputs, 0.7)
