@@ -100,8 +100,7 @@ class SelfAttention(Attention):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         if self.relative is not None and isinstance(position_terms, XLTerms):
-            query, scores = self.relative(query, position_terms)
-            attention_mask = scores if attention_mask is None else scores + attention_mask
+            query, attention_mask = self.relative(query, position_terms, attention_mask)
         return self.attend(query, key, value, attention_mask, **kwargs)
 
 

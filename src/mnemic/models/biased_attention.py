@@ -61,10 +61,11 @@ class _BiasedAttention(torch.autograd.Function):
 def _blocks(bias: Tensor) -> list[tuple[slice, slice]]:
     """Queries in blocks, each with the keys up to the last one that any of them sees: the others weigh nothing."""
     queries, keys = bias.shape[2:]
-    visible = (bias > torch.finfo(bias.dtype).min / 2).any(1)
-    if not visible.any(-1).all():  # a query that sees nothing (padding) weighs all keys alike
+    hidden = torch.finfo(bias.dtype).min / 2
+    highest = bias.amax(1)
+    if (highest.amax(-1) <= hidden).any():  # a query that sees nothing (padding) weighs all keys alike
         return [(slice(0, queries), slice(0, keys))]
-    last = (visible.any(0) * torch.arange(1, keys + 1, device=bias.device)).amax(-1)
+    last = ((highest.amax(0) > hidden) * torch.arange(1, keys + 1, device=bias.device)).amax(-1)
     return [
         (slice(first, min(first + BLOCK, queries)), slice(0, int(last[first : first + BLOCK].max())))
         for first in range(0, queries, BLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from mnemic.models.config import MnemicDecoderConfig
 from mnemic.models.layout import Layout
+
+BLOCK = 128  # queries whose position scores are computed at a time
 
 
 def sinusoids(positions: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -114,22 +117,72 @@ class XLRelative(nn.Module):
         self.position_bias = nn.Parameter(torch.empty(heads, width))
         self.projection = nn.Linear(config.hidden_size, heads * width, bias=False)
 
-    def forward(self, query: Tensor, terms: XLTerms) -> tuple[Tensor, Tensor]:
-        """The query with the content bias, and the position scores (B, heads, T, K), both for (B, heads, T, width)."""
+    def forward(self, query: Tensor, terms: XLTerms, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The query (B, heads, T, width) with the content bias, and the masked position scores (B, heads, T, K)."""
         heads, width = self.position_bias.shape
-        keys = self.projection(terms.sinusoids).view(-1, heads, width).permute(1, 2, 0)  # (heads, width, distances)
+        keys = self.projection(terms.sinusoids * self.scaling).view(-1, heads, width).transpose(0, 1)
         content, place = (bias.to(query.dtype)[:, None] for bias in (self.content_bias, self.position_bias))
-        scores = (query + place) * self.scaling @ keys
         if terms.index is None:
-            scores = _shift(scores)
-        else:
-            index = terms.index.unsqueeze(1).expand(query.shape[0], heads, -1, -1)
-            scores = scores.gather(3, index)
-        return query + content, scores
+            return query + content, _PositionScores.apply(query + place, keys, mask)
+        index = terms.index.unsqueeze(1).expand(query.shape[0], heads, -1, -1)
+        scores = ((query + place) @ keys.transpose(1, 2)).gather(3, index)
+        return query + content, scores if mask is None else scores + mask
 
 
-def _shift(scores: Tensor) -> Tensor:
-    """Moves row t of (B, heads, T, K), sorted by falling distance, so that columns become keys (the paper's B)."""
-    batch, heads, queries, keys = scores.shape
-    padded = nn.functional.pad(scores, (1, 0)).view(batch, heads, keys + 1, queries)
-    return padded[:, :, 1:].reshape(batch, heads, queries, keys)
+class _PositionScores(torch.autograd.Function):
+    """Mask + query x the key of its distance to each token, for queries that are the last T of K tokens in step.
+
+    Queries are worked on in blocks, and a block is such a case of its own: its queries are the last of the tokens up
+    to its end. So the products with tokens that come after a block are never computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+        ctx.save_for_backward(query, keys)
+        scores = query.new_zeros(*query.shape[:3], keys.shape[1])
+        if mask is not None:
+            scores.copy_(mask)
+        for row, queries, tokens in _blocks_in_step(scores):
+            asked, known = query[row, :, queries], keys[:, -tokens:]
+            heads, count, _ = asked.shape
+            by_distance = asked.new_zeros(heads, count, tokens + 1)
+            torch.bmm(asked, known.transpose(1, 2), out=by_distance[..., :-1])
+            scores[row, :, queries, :tokens] += _by_token(by_distance)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        query, keys = ctx.saved_tensors
+        above = gradients[0]
+        to_query, to_keys = torch.empty_like(query), torch.zeros_like(keys)
+        for row, queries, tokens in _blocks_in_step(above):
+            slope = _by_distance(above[row, :, queries, :tokens])
+            to_query[row, :, queries] = torch.bmm(slope, keys[:, -tokens:])
+            to_keys[:, -tokens:] += torch.bmm(slope.transpose(1, 2), query[row, :, queries])
+        return to_query, to_keys, None
+
+
+def _blocks_in_step(scores: Tensor) -> Iterator[tuple[int, slice, int]]:
+    """Rows of the batch, blocks of queries, and how many tokens there are up to the end of a block."""
+    batch, _, queries, tokens = scores.shape
+    for row in range(batch):  # one row at a time: the work stays in the processor's cache
+        for first in range(0, queries, BLOCK):
+            end = min(first + BLOCK, queries)
+            yield row, slice(first, end), tokens - queries + end
+
+
+def _by_token(scores: Tensor) -> Tensor:
+    """Scores (heads, T, K + 1) sorted by falling distance, the last column unused, seen as scores by token.
+
+    Row t begins one token later than row t + 1 (the paper's appendix B): reading with rows one shorter moves them so.
+    """
+    heads, queries, width = scores.shape
+    return scores.flatten(1)[:, queries - 1 : -1].view(heads, queries, width - 1)
+
+
+def _by_distance(scores: Tensor) -> Tensor:
+    """The reverse: scores (heads, T, K) by token, sorted by falling distance, with nothing where no token is."""
+    heads, queries, tokens = scores.shape
+    padded = nn.functional.pad(scores.flatten(1), (queries - 1, 1))
+    return padded.view(heads, queries, tokens + 1)[..., :-1]

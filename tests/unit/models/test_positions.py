@@ -91,26 +91,40 @@ def test_biased_attention_and_its_gradient(
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
-def test_xl_scores_are_the_papers() -> None:
-    """Each entry of the score matrix, both by the shift and by looking up distances, is the formula's."""
+@pytest.mark.parametrize("block", [1, 2, 128])
+def test_xl_scores_are_the_papers(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each entry of the score matrix, by the shift in blocks and by looking up distances, is the formula's."""
+    monkeypatch.setattr("mnemic.models.positions.BLOCK", block)
     config = MnemicDecoderConfig(position="xl", hidden_size=8, num_attention_heads=2)
     relative = XLRelative(config, 2, 4).double()
     with torch.no_grad():
         for parameter in relative.parameters():
             parameter.normal_()
-    query = torch.randn(1, 2, 3, 4, dtype=torch.float64)
+    query = torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     positions = torch.arange(5)[None]
     layout = Layout(positions[:, 2:], positions)
-    by_shift = relative(query, XLTerms.of(layout, True, 8, torch.float64))[1]
-    by_look_up = relative(query, XLTerms.of(layout, False, 8, torch.float64))[1]
+    seen = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    mask = torch.zeros(1, 1, 3, 5, dtype=torch.float64).masked_fill(~seen, -1e30)
+    mask[..., 0] -= 0.5  # what the mask says of tokens in sight counts too
+    given = mask.clone()
+    slopes = torch.randn(2, 2, 3, 5, dtype=torch.float64) * seen
+    found = []
+    for causal in (True, False):
+        terms = XLTerms.of(layout, causal, 8, torch.float64)
+        assert (terms.index is None) is causal
+        scores = relative(query, terms, mask)[1]
+        gradients = torch.autograd.grad(scores, [query, relative.position_bias, relative.projection.weight], slopes)
+        found.append([scores * seen, *gradients])
+        assert (scores[..., ~seen] < -1e29).all()
+    assert torch.equal(mask, given)
+    for by_shift, by_look_up in zip(*found, strict=True):
+        torch.testing.assert_close(by_shift, by_look_up)
     for head in range(2):
         weight = relative.projection.weight[head * 4 : head * 4 + 4]
         for i in range(3):
-            for j in range(5):
-                wanted = (query[0, head, i] + relative.position_bias[head]) @ weight @ sinusoid(i + 2 - j, 8) / 2
-                assert by_look_up[0, head, i, j].item() == pytest.approx(wanted.item())
-                if j <= i + 2:
-                    assert by_shift[0, head, i, j].item() == pytest.approx(wanted.item())
+            for j in range(i + 3):
+                wanted = (query[1, head, i] + relative.position_bias[head]) @ weight @ sinusoid(i + 2 - j, 8) / 2
+                assert found[0][0][1, head, i, j].item() == pytest.approx((wanted + mask[0, 0, i, j]).item())
 
 
 def test_all_ways_to_attend_agree(position: str) -> None:
