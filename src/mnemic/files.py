@@ -13,7 +13,9 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,17 +178,27 @@ def remove_unfinished(folder: Path) -> None:
 
 @contextlib.contextmanager
 def lock(path: str | Path, what: str) -> Iterator[None]:
-    """Holds an exclusive `flock` on `path`; `what` names the thing in the error when another process has it."""
+    """Holds an exclusive `flock` on `path`; `what` names the thing in the error that says who else has it."""
     path = Path(path)
     with clear_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a")  # noqa: SIM115 (the next line closes it)
+        file = open(path, "a+", errors="replace")  # noqa: SIM115 (the next line closes it)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise MnemicError(f"{what} is in use by another process: wait for it or stop it") from None
-        yield
+            file.seek(0)
+            holder = "".join(letter for letter in file.read(200) if letter.isprintable()) or "another process"
+            raise MnemicError(f"{what} is in use by {holder}: wait for it or stop it") from None
+        with contextlib.suppress(OSError):  # on a full disk the lock still holds
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                file.truncate(0)
 
 
 def checksum(path: str | Path) -> str:

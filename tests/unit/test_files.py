@@ -212,7 +212,7 @@ def test_lock_between_processes(tmp_path) -> None:
     process = start(HOLD_LOCK, tmp_path / "deep/lock")
     try:
         with (
-            pytest.raises(MnemicError, match="the store is in use by another process"),
+            pytest.raises(MnemicError, match="the store is in use by process"),
             files.lock(tmp_path / "deep/lock", "the store"),
         ):
             pass

@@ -242,7 +242,7 @@ def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(corpus, tokenizer, mak
 
 def test_one_process_at_a_time(corpus, tokenizer, make_model, settings):
     config = settings()
-    with lock(Path(config.out) / "lock", "the run"), pytest.raises(MnemicError, match="in use by another process"):
+    with lock(Path(config.out) / "lock", "the run"), pytest.raises(MnemicError, match="in use by process"):
         mnemic.train(make_model(), tokenizer, corpus, config)
 
 

@@ -1,0 +1,258 @@
+"""What every store can do, and the words for it: rows and references, where to look, what was found.
+
+A row is a key (a vector), a value (a token) and a reference (a document and a position in it). A document belongs to a
+namespace. Rows get the numbers 0, 1, 2, ... in the order in which they are added, and keep them for good.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mnemic.errors import UsageError
+from mnemic.stores.config import StoreConfig
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+DEFAULT_NAMESPACE = "default"
+HIGHEST_POSITION = 2**32 - 1
+
+
+class Source(NamedTuple):
+    """A document that rows refer to, and whom it belongs to."""
+
+    document: str
+    namespace: str = DEFAULT_NAMESPACE
+
+
+@dataclass(frozen=True)
+class References:
+    """Where rows come from: row i is at `positions[i]` of `sources[which[i]]`."""
+
+    sources: Sequence[Source]
+    which: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, document: str, positions: Any, namespace: str = DEFAULT_NAMESPACE) -> Self:
+        """References to positions of one document."""
+        positions = np.atleast_1d(np.asarray(positions))
+        return cls([Source(document, namespace)], np.zeros(len(positions), np.int64), positions)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, row: int) -> tuple[Source, int]:
+        return self.sources[int(self.which[row])], int(self.positions[row])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as they are stored; `keys` is None where a store keeps none."""
+
+    keys: Floats | None
+    values: NDArray[np.int64]
+    references: References
+
+
+@dataclass(frozen=True)
+class Found:
+    """The nearest rows of each query, best first: arrays of (queries, k).
+
+    `mask` is true where a row was found. Where there were fewer than k, the score is -inf (no weight in a softmax) and
+    id and value are 0 and mean nothing. A higher score is nearer: the inner product, the cosine, or minus the squared
+    distance.
+    """
+
+    ids: Ids
+    scores: Floats
+    values: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which rows are meant: those of these namespaces and of these documents; None means any."""
+
+    namespaces: frozenset[str] | None = None
+    documents: frozenset[str] | None = None
+
+    @classmethod
+    def of(cls, where: Where | str | Iterable[str] | None) -> Where:
+        """A namespace or several, as plain texts, or a `Where` as it is."""
+        if isinstance(where, Where):
+            return where
+        if where is None:
+            return cls()
+        return cls(frozenset([where] if isinstance(where, str) else where))
+
+    @classmethod
+    def document(cls, document: str, namespace: str = DEFAULT_NAMESPACE) -> Where:
+        """The rows of one document."""
+        return cls(frozenset([namespace]), frozenset([document]))
+
+    @property
+    def everything(self) -> bool:
+        """Whether no row is left out."""
+        return self.namespaces is None and self.documents is None
+
+    def __contains__(self, source: Source) -> bool:
+        return (self.namespaces is None or source.namespace in self.namespaces) and (
+            self.documents is None or source.document in self.documents
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a store says of itself: the part of its manifest that all kinds of stores have."""
+
+    address: str
+    version: int
+    rows: int
+    documents: int
+    namespaces: dict[str, int]  # rows of each
+    config: StoreConfig
+    index: dict[str, Any] = field(default_factory=dict)
+    bytes: int = 0
+
+
+class Store(ABC):
+    """The contract. Rows added or deleted are seen and durable from the `commit` on, not before."""
+
+    address: str
+    config: StoreConfig
+
+    def add(self, keys: Any, values: Any, references: References) -> Ids:
+        """Takes in rows: keys (n, dim), values (n,), references (n). Returns their numbers."""
+        keys = self._vectors(keys, "keys")
+        values = _whole_numbers(values, "values", len(keys), 2**31 - 1)
+        positions = _whole_numbers(references.positions, "positions", len(keys), HIGHEST_POSITION)
+        sources = [_source(source) for source in references.sources]
+        which = _whole_numbers(references.which, "document numbers", len(keys), len(sources) - 1)
+        if not len(keys):
+            return np.empty(0, np.int64)
+        return self._add(keys, values, References(sources, which, positions))
+
+    def search(
+        self, queries: Any, k: int, where: Where | str | Iterable[str] | None = None, recall: float | None = None
+    ) -> Found:
+        """The `k` nearest rows of each query, confined to namespaces or documents; `recall` is the dial for speed."""
+        queries = self._vectors(queries, "queries")
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+            raise UsageError(f"k = {k!r}: expected a whole number of at least 1")
+        if recall is not None and not 0 < recall <= 1:
+            raise UsageError(f"recall = {recall!r}: expected a number above 0 and up to 1")
+        if not len(queries):
+            return nothing(0, int(k))
+        return self._search(queries, int(k), Where.of(where), recall or self.config.recall)
+
+    def get(self, ids: Any) -> Rows:
+        """The rows of these numbers; a number that no row has, or whose row was deleted, is an error."""
+        ids = np.asarray(ids)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise UsageError(f"ids of shape {ids.shape} and type {ids.dtype}: expected a list of whole numbers")
+        return self._get(ids.astype(np.int64))
+
+    @abstractmethod
+    def _add(self, keys: Floats, values: NDArray[np.int64], references: References) -> Ids: ...
+
+    @abstractmethod
+    def _search(self, queries: Floats, k: int, where: Where, recall: float) -> Found: ...
+
+    @abstractmethod
+    def _get(self, ids: Ids) -> Rows: ...
+
+    @abstractmethod
+    def delete(self, where: Where | str | Iterable[str]) -> int:
+        """Takes out rows, those not committed yet included; returns how many. `compact` removes their last traces."""
+
+    @abstractmethod
+    def commit(self, index: bool = True) -> int:
+        """Makes what was added and deleted durable and visible; returns the version. `index=False` leaves the index."""
+
+    @abstractmethod
+    def compact(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Rewrites the store without deleted rows and old versions: nothing of them is in any file afterwards."""
+
+    @abstractmethod
+    def refresh(self) -> int:
+        """Turns to the newest version that anyone has committed, and returns it."""
+
+    @abstractmethod
+    def summary(self) -> Summary:
+        """Counts, settings, origin and index."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of files, locks and connections; what was not committed is dropped."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of rows that can be found."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _vectors(self, vectors: Any, what: str) -> Floats:
+        """Vectors (n, dim) in float32, checked, and of length 1 where the metric is the cosine."""
+        if hasattr(vectors, "detach"):  # a torch tensor; bfloat16 has no counterpart in numpy
+            vectors = vectors.detach().float().cpu().numpy()
+        vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+        if vectors.ndim != 2 or vectors.shape[1] != self.config.dim:
+            raise UsageError(f"{what} of shape {vectors.shape}: this store has vectors of {self.config.dim} numbers")
+        if not np.isfinite(vectors).all():
+            raise UsageError(f"{what} hold infinite or undefined numbers: look where they come from")
+        if self.config.metric == "cosine":
+            length = np.linalg.norm(vectors, axis=1, keepdims=True)
+            if not length.all():
+                raise UsageError(
+                    f"{what} hold a zero vector, which has no direction: leave it out or use another metric"
+                )
+            vectors = vectors / length
+        return vectors
+
+
+def nothing(queries: int, k: int) -> Found:
+    """What a search finds in an empty store."""
+    shape = (queries, k)
+    return Found(
+        np.zeros(shape, np.int64),
+        np.full(shape, -np.inf, np.float32),
+        np.zeros(shape, np.int64),
+        np.zeros(shape, np.bool_),
+    )
+
+
+def _whole_numbers(numbers: Any, what: str, count: int, highest: int) -> NDArray[np.int64]:
+    if hasattr(numbers, "detach"):
+        numbers = numbers.detach().cpu().numpy()
+    numbers = np.asarray(numbers)
+    if numbers.shape != (count,) or (count and numbers.dtype.kind not in "iu"):
+        raise UsageError(
+            f"{what} of shape {numbers.shape} and type {numbers.dtype}: expected {count} whole numbers, one a key"
+        )
+    if count and (numbers.min() < 0 or numbers.max() > highest):
+        raise UsageError(f"{what} from {numbers.min()} to {numbers.max()}: expected numbers from 0 to {highest}")
+    return numbers.astype(np.int64)
+
+
+def _source(source: Source) -> Source:
+    source = Source(*source)
+    for text, what in ((source.document, "document name"), (source.namespace, "namespace")):
+        if not isinstance(text, str) or not 0 < len(text.encode("utf-8", "replace")) <= 4096:
+            raise UsageError(f"{what} {str(text)[:80]!r}: expected a text of 1 to 4096 bytes")
+        if "\x00" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise UsageError(f"{what} {text!r}: holds characters that cannot be stored")
+    return source

@@ -1,0 +1,351 @@
+"""A corpus becomes a store: each position of each document one row, its key, the token that follows and a reference.
+
+Documents are read in windows that overlap, in a fixed order and in fixed batches, so that a build that was killed goes
+on at the first batch that was not committed and ends with the same rows, bit for bit on the same machine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mnemic.config import Config, option
+from mnemic.errors import UsageError
+from mnemic.stores.config import Origin, StoreConfig
+
+if TYPE_CHECKING:
+    from mnemic.stores.base import Store
+    from mnemic.stores.encode import Window
+
+
+@dataclass(kw_only=True)
+class BuildConfig(StoreConfig):
+    """What becomes the rows of a store, and how they are kept. `dim` and `origin` come from the model and the text."""
+
+    layer: str = option(
+        "ffn", "whose input is the key: ffn (the last feed-forward), ffn:3 (block 3's), output (the head), or a module"
+    )
+    split: str = option("train", "the part of the corpus to read: train, valid, test or all")
+    window: int | None = option(None, "tokens that the model reads at once; unset: 512, or what it has positions for")
+    min_context: int | None = option(
+        None, "tokens that each key looks back on, if its document has them; unset: half of the window, 0 is fastest"
+    )
+    batch_size: int = option(8, "windows at once; a build goes on only with the same")
+    namespace: str = option("default", "whom the rows belong to: a user, a domain, a set of documents")
+    max_probability: float = option(
+        1.0, "leave out rows whose token the model itself gives a higher probability than this; 1 keeps all"
+    )
+    commit_rows: int = option(100_000, "rows after which what is done so far is made durable")
+    tokens: str | None = option(None, "folder that keeps the tokenised text, so that going on does not tokenise again")
+    resume: bool = option(True, "go on with what is there; without it, a store that has rows is refused")
+
+    def check(self) -> None:
+        """Refuses settings that cannot work."""
+        self.store_config(self.dim or 1)
+        for name, least in (("window", 1), ("min_context", 0), ("batch_size", 1), ("commit_rows", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name} = {value}: expected {least} or more")
+        if self.window is not None and (self.min_context or 0) >= self.window:
+            raise UsageError(f"min_context = {self.min_context}: expected less than window = {self.window}")
+        if not 0 < self.max_probability <= 1:
+            raise UsageError(f"max_probability = {self.max_probability}: expected a number above 0 and up to 1")
+
+    def store_config(self, dim: int, origin: Origin | None = None) -> StoreConfig:
+        """The settings of the store itself."""
+        settings = {name: getattr(self, name) for name in StoreConfig.types()}
+        if origin is not None:
+            settings["origin"] = {name: value for name, value in origin.to_dict().items() if value and name != "schema"}
+        return StoreConfig(**{**settings, "dim": dim})
+
+
+@dataclass(kw_only=True)
+class Reading(Config):
+    """Which text became the rows of a store, and how it was read: all that must stay the same for a build to go on."""
+
+    corpus: str = option("", "name or path of the corpus")
+    split: str = option("", "the part of it that was read")
+    text: str = option("", "checksum of its documents and tokens")
+    window: int = option(0, "tokens that the model read at once")
+    min_context: int = option(0, "tokens that each key looks back on at least")
+    batch_size: int = option(0, "windows at once")
+    namespace: str = option("", "whom the rows belong to")
+    max_probability: float = option(1.0, "rows whose token the model gave more were left out")
+    memory: str = option("", "checksum of the model's memories")
+
+    @classmethod
+    def of(cls, origin: Origin) -> Reading | None:
+        """What a store's origin says of its text; None if no build has made it."""
+        try:
+            return cls.from_dict(json.loads(origin.corpus))
+        except (ValueError, TypeError, UsageError):
+            return None
+
+    def text_for_origin(self) -> str:
+        """As it stands in a store's origin."""
+        return json.dumps({name: value for name, value in self.to_dict().items() if name != "schema"})
+
+
+def build_store(
+    model: Any, tokenizer: Any, corpus: Any, path: str | Path, config: BuildConfig | None = None, **options: Any
+) -> Store:
+    """Encodes a corpus (a name, a path or a Corpus) into a store at `path`, as `config`, or options by name, say.
+
+    Killed or stopped and called again, it goes on; called on a store that is finished, it only opens it. Returns the
+    open store.
+
+    >>> store = mnemic.build_store(model, tokenizer, "stdlib", "python.store", metric="cosine")
+    """
+    if config is not None and options:
+        raise UsageError("give build_store either a BuildConfig or options by name, not both")
+    return Build(model, tokenizer, corpus, path, config or BuildConfig.from_dict(options)).run()
+
+
+class Build:
+    """One build: what it reads, with which settings, and what came of it (`report`)."""
+
+    def __init__(self, model: Any, tokenizer: Any, corpus: Any, path: str | Path, config: BuildConfig) -> None:
+        from mnemic.data import tokenize_corpus
+        from mnemic.stores.encode import Encoder, KeyWindows, documents_of, memory_fingerprint, window_of
+        from mnemic.stores.origin import origin_of
+
+        self.model, self.tokenizer, self.path, self.config = model, tokenizer, str(path), config
+        self.encoder = Encoder(model, tokenizer, config.layer)
+        window, min_context = window_of(model, config.window, config.min_context)
+        read, self.corpus = documents_of(corpus, config.split)
+        tokens = tokenize_corpus(read(), tokenizer, config.tokens)
+        self.windows = KeyWindows(tokens, window, window - min_context, config.batch_size)
+        self.reading = Reading(
+            corpus=self.corpus,
+            split=config.split,
+            text=tokens.fingerprint,
+            window=window,
+            min_context=min_context,
+            batch_size=config.batch_size,
+            namespace=config.namespace,
+            max_probability=config.max_probability,
+            memory=memory_fingerprint(model),
+        )
+        origin = origin_of(
+            model, tokenizer, layer=self.encoder.layer, corpus=self.reading.text_for_origin(), context=window
+        )
+        self.origin = Origin.from_dict({**origin.to_dict(), **config.origin})
+        self.total = tokens.target_count
+        self.report: dict[str, Any] = {}
+
+    def run(self) -> Store:
+        """Encodes what is not in the store yet."""
+        store = self.open()
+        try:
+            done = self.batches_done(store)
+            self.encode(store, done)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def open(self) -> Store:
+        """The store, new or found to be one that this build has begun."""
+        from mnemic.stores import open_store
+
+        width = self.encoder.width()
+        if self.config.dim not in (0, width):
+            raise UsageError(f"dim = {self.config.dim}: the keys of {self.encoder.layer} have {width} numbers")
+        settings = self.config.store_config(width, self.origin)
+        store = open_store(self.path, settings, model=self.model, tokenizer=self.tokenizer)
+        try:
+            self._check(store)
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _check(self, store: Store) -> None:
+        """Refuses a store of another build."""
+        if rows_ever_added(store) and not self.config.resume:
+            raise UsageError(
+                f"{self.path} already holds {len(store):,} rows: go on with resume = true, or choose another path"
+            )
+        there = Origin.from_dict(dict(store.config.origin))
+        was, now = Reading.of(there), self.reading
+        if was is None:
+            raise UsageError(f"{self.path} was not made by a build: add to it with `store add`, or choose another path")
+        different = [name for name in Reading.types() if getattr(was, name) != getattr(now, name)]
+        if "text" in different and not {"corpus", "split"} & set(different):
+            raise UsageError(
+                f"the text of {now.corpus} is not what it was when {self.path} was begun: build into another path, "
+                "or put the old text back"
+            )
+        changes = [
+            f"{name} = {getattr(now, name)!r} (was {getattr(was, name)!r})" for name in different if name != "text"
+        ]
+        if there.layer != self.encoder.layer:
+            changes.append(f"layer = {self.encoder.layer!r} (was {there.layer!r})")
+        if changes:
+            raise UsageError(
+                f"{self.path} was begun with other settings: {', '.join(changes)}; go on with the old ones, or choose "
+                "another path"
+            )
+
+    def batches_done(self, store: Store) -> int:
+        """How many batches are in the store already."""
+        if rows_ever_added(store) == 0:
+            return 0
+        if self.config.max_probability < 1:
+            return self._batches_up_to_last_row(store)
+        from mnemic.stores.encode import row_count
+
+        rows = 0
+        for number, group in enumerate(self.windows.groups(), start=1):
+            rows += row_count(group)
+            if rows == min(rows_ever_added(store), self.total):
+                self._check_last_row(store, rows - 1, group)
+                return number
+        raise self._foreign_rows()
+
+    def _check_last_row(self, store: Store, number: int, group: list[Window]) -> None:
+        """Refuses a store whose last row is not what this build would have put there."""
+        document, _, _, end = group[-1]
+        try:
+            source, position = store.get([number]).references[0]
+        except UsageError:  # forgotten in the meantime
+            return
+        if (source.document, source.namespace, position) != (
+            self.windows.corpus.id(document),
+            self.config.namespace,
+            end - 1,
+        ):
+            raise self._foreign_rows()
+
+    def _batches_up_to_last_row(self, store: Store) -> int:
+        """Where rows are left out their number says little; the last one's reference says how far a build has come."""
+        try:
+            source, position = store.get([rows_ever_added(store) - 1]).references[0]
+        except UsageError:
+            raise self._foreign_rows() from None
+        corpus = self.windows.corpus
+        named = {number for number in range(len(corpus)) if corpus.id(number) == source.document}
+        if len(named) == 1 and source.namespace == self.config.namespace:
+            for number, group in enumerate(self.windows.groups(), start=1):
+                if any(document in named and first <= position < end for document, _, first, end in group):
+                    return number
+        raise self._foreign_rows()
+
+    def _foreign_rows(self) -> UsageError:
+        return UsageError(
+            f"{self.path} holds rows that this build has not put there, or lacks some that it has: it cannot go on. "
+            "Build into another path"
+        )
+
+    def encode(self, store: Store, done: int) -> None:
+        """Encodes all batches but the first `done`, committing as it goes, and then has the store make its index."""
+        from mnemic.stores.encode import encode_group, row_count
+        from mnemic.train.terminal import interrupts, progress_bar, say
+
+        config, started, dropped_loss = self.config, time.monotonic(), 0.0
+        seen = before = sum(row_count(group) for group, _ in zip(self.windows.groups(), range(done), strict=False))
+        if seen == self.total:
+            say(f"{self.path} is finished: {len(store):,} rows; nothing to do")
+        elif seen:
+            say(f"going on with {self.path}: {seen:,} of {self.total:,} tokens are done")
+        pending = 0
+        with self.encoder.reading(), interrupts() as stopped, progress_bar(self.total, "row", seen) as bar:
+            for group in self.windows.groups(done):
+                rows = encode_group(self.encoder, self.windows, group, config.namespace, config.max_probability)
+                store.add(rows.keys, rows.values, rows.references)
+                seen, pending = seen + rows.seen, pending + len(rows.values)
+                dropped_loss += rows.dropped_loss
+                bar.update(rows.seen)
+                if pending >= config.commit_rows and seen < self.total:
+                    store.commit(index=False)
+                    pending = 0
+                if stopped.is_set():
+                    store.commit(index=False)
+                    raise KeyboardInterrupt(f"stopped after {seen:,} of {self.total:,} tokens; the same call goes on")
+        store.commit()
+        self.report = self._report(store, seen - before, time.monotonic() - started, dropped_loss)
+
+    def _report(self, store: Store, seen: int, seconds: float, dropped_loss: float) -> dict[str, Any]:
+        summary, dropped = store.summary(), max(0, self.total - rows_ever_added(store))
+        report: dict[str, Any] = {
+            "store": self.path,
+            "rows": summary.rows,
+            "bytes": summary.bytes,
+            "documents": summary.documents,
+            "tokens": self.total,
+            "encoded_now": seen,
+            "seconds": round(seconds, 3),
+        }
+        if self.config.max_probability < 1:
+            report["dropped"] = dropped
+            # nats that the model pays for a token that was left out: all that its row could have gained
+            report["dropped_loss"] = dropped_loss / dropped if dropped and seen == self.total else None
+            report["bytes_saved"] = round(summary.bytes / max(1, summary.rows) * dropped)
+        return report
+
+
+def add_to_store(
+    store: Store,
+    model: Any,
+    tokenizer: Any,
+    corpus: Any,
+    *,
+    namespace: str = "default",
+    split: str = "all",
+    batch_size: int = 8,
+    replace: bool = False,
+) -> dict[str, Any]:
+    """Adds a text to a store, read as the store's own was; all of it in one commit, or nothing.
+
+    A document that the store has already is refused, or with `replace` takes the place of the old one.
+    """
+    from mnemic.data import tokenize_corpus
+    from mnemic.stores.base import Where
+    from mnemic.stores.encode import Encoder, KeyWindows, documents_of, encode_group, window_of
+    from mnemic.stores.origin import check_origin
+    from mnemic.train.terminal import progress_bar
+
+    check_origin(store, model, tokenizer, ())
+    origin = Origin.from_dict(dict(store.config.origin))
+    was = Reading.of(origin)
+    if not origin.layer:
+        raise UsageError(f"{store.address} does not say which layer its keys come from: build it anew to add to it")
+    encoder = Encoder(model, tokenizer, origin.layer)
+    window, min_context = window_of(model, origin.context or None, was.min_context if was else None)
+    read, name = documents_of(corpus, split)
+    tokens = tokenize_corpus(read(), tokenizer)
+    where = Where(frozenset([namespace]), frozenset(tokens.id(number) for number in range(len(tokens))))
+    replaced = store.delete(where) if replace else 0
+    if not replace:
+        _refuse_known(store, where, name)
+    windows = KeyWindows(tokens, window, window - min_context, batch_size)
+    added = 0
+    with encoder.reading(), progress_bar(tokens.target_count, "row") as bar:
+        for group in windows.groups():
+            rows = encode_group(encoder, windows, group, namespace, was.max_probability if was else 1.0)
+            store.add(rows.keys, rows.values, rows.references)
+            added += len(rows.values)
+            bar.update(rows.seen)
+    store.commit()
+    return {"store": store.address, "documents": len(tokens), "added": added, "replaced": replaced, "rows": len(store)}
+
+
+def _refuse_known(store: Store, where: Any, name: str) -> None:
+    """UsageError if the store has rows of any of these documents."""
+    import numpy as np
+
+    found = store.search(np.ones((1, store.config.dim), np.float32), 1, where)
+    if found.mask.any():
+        source, _ = store.get(found.ids[found.mask]).references[0]
+        raise UsageError(
+            f"{store.address} already has the document {source.document!r} in the namespace {source.namespace!r}: "
+            f"replace it (--replace), or add {name} under another namespace"
+        )
+
+
+def rows_ever_added(store: Store) -> int:
+    """How many rows a store has been given, those deleted since included: the number that the next one gets."""
+    return getattr(store, "next_id", len(store))

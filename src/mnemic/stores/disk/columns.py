@@ -1,0 +1,147 @@
+"""One array in one file: written once from front to end, read through a memory map, checked block by block.
+
+The file is the bare array, little-endian. Its blocks' checksums are kept by whoever owns the file; a block is checked
+when it is first touched, so that opening costs nothing and no damaged number is ever used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import DTypeLike, NDArray
+
+from mnemic.errors import DamagedError
+from mnemic.files import clear_os_errors
+
+BLOCK = 1 << 18  # bytes of a block, at most (but at least one row)
+
+
+def rows_of_a_block(row_bytes: int) -> int:
+    """How many rows share a checksum; a row never lies in two blocks."""
+    return max(1, BLOCK // row_bytes)
+
+
+def blocks_of(rows: int, row_bytes: int) -> int:
+    """How many checksums a column has."""
+    return -(-rows // rows_of_a_block(row_bytes))
+
+
+class ColumnWriter:
+    """Appends rows to a new file and takes the checksums on the way."""
+
+    def __init__(self, path: Path, dtype: DTypeLike, width: int) -> None:
+        self.path, self.dtype, self.width = path, np.dtype(dtype).newbyteorder("<"), width
+        self.rows = 0
+        self.sums: list[int] = []
+        self._open = rows_of_a_block(self.dtype.itemsize * width)  # rows that the block in work still takes
+        self._digest = xxhash.xxh3_64()
+        with clear_os_errors(path):
+            self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 (finish or abandon closes it)
+
+    def append(self, rows: NDArray[np.generic]) -> None:
+        """Writes rows (n, width), converted to the file's type."""
+        rows = np.ascontiguousarray(rows, self.dtype).reshape(len(rows), self.width)
+        with clear_os_errors(self.path):
+            self._file.write(rows.data)
+        self.rows += len(rows)
+        while len(rows):
+            self._digest.update(rows[: self._open].data)
+            taken = min(self._open, len(rows))
+            rows, self._open = rows[taken:], self._open - taken
+            if not self._open:
+                self._close_block()
+
+    def _close_block(self) -> None:
+        self.sums.append(self._digest.intdigest())
+        self._digest = xxhash.xxh3_64()
+        self._open = rows_of_a_block(self.dtype.itemsize * self.width)
+
+    def finish(self) -> list[int]:
+        """Makes the file durable and returns the checksums of its blocks."""
+        if self._open != rows_of_a_block(self.dtype.itemsize * self.width):
+            self._close_block()
+        with clear_os_errors(self.path), self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        return self.sums
+
+    def abandon(self) -> None:
+        """Closes the file without caring what is in it."""
+        with contextlib.suppress(OSError):  # what could not be written any more (a full disk) is not wanted
+            self._file.close()
+
+
+def open_inside(path: Path) -> int:
+    """A descriptor of a file of the store; a link, which could lead anywhere, is refused."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror}): it is no ordinary file of a store") from None
+
+
+class Column:
+    """A file of `rows` rows of `width` numbers, whose blocks have the checksums `sums`."""
+
+    def __init__(self, path: Path, dtype: DTypeLike, rows: int, width: int, sums: NDArray[np.uint64]) -> None:
+        self.path, self.rows = path, rows
+        dtype = np.dtype(dtype).newbyteorder("<")
+        self._block_rows = rows_of_a_block(dtype.itemsize * width)
+        self._sums = sums
+        self._checked = np.zeros(len(sums), np.bool_)
+        self._whole = False
+        descriptor = open_inside(path)
+        try:
+            size, wanted = os.fstat(descriptor).st_size, rows * width * dtype.itemsize
+            if size != wanted:
+                raise DamagedError(
+                    f"{path} has {size} bytes where {wanted} belong: it was cut short or exchanged. "
+                    f"Copy it back from a backup, or build the store again"
+                )
+            data = mmap.mmap(descriptor, wanted, access=mmap.ACCESS_READ) if wanted else b""
+        finally:
+            os.close(descriptor)
+        self._array = np.frombuffer(data, dtype).reshape(rows, width)
+
+    def _check(self, block: int) -> None:
+        start = block * self._block_rows
+        if xxhash.xxh3_64_intdigest(self._array[start : start + self._block_rows].data) != int(self._sums[block]):
+            last = min(start + self._block_rows, self.rows) - 1
+            raise DamagedError(
+                f"{self.path} is damaged (rows {start} to {last}): copy it back from a backup, or build the store "
+                f"again; `mnemic store verify` lists all damage"
+            )
+        self._checked[block] = True
+
+    def unchecked(self) -> NDArray[np.generic]:
+        """All rows, for a file that is checked as a whole."""
+        return self._array
+
+    def check_all(self) -> None:
+        """Looks at every block that was not looked at yet."""
+        for block in np.flatnonzero(~self._checked):
+            self._check(int(block))
+        self._whole = True
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[np.generic]:
+        """A copy of these rows (n, width)."""
+        if not self._whole:
+            blocks = rows // self._block_rows
+            for block in np.unique(blocks[~self._checked[blocks]]):
+                self._check(int(block))
+            self._whole = bool(self._checked.all())
+        return self._array.take(rows, 0)
+
+    def part(self, start: int, end: int) -> NDArray[np.generic]:
+        """Rows from `start` up to `end`, straight from the file."""
+        if not self._whole and start < end:
+            blocks = np.arange(start // self._block_rows, (end - 1) // self._block_rows + 1)
+            for block in blocks[~self._checked[blocks]]:
+                self._check(int(block))
+        return self._array[start:end]

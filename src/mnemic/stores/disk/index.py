@@ -1,0 +1,221 @@
+"""FAISS under the rows: which index, how it is trained, how well it finds, and the search itself.
+
+Everything here can be made again from the rows. Scores are FAISS's with one sign: higher is nearer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from mnemic.errors import UsageError
+from mnemic.stores.base import Floats, Ids
+from mnemic.stores.config import StoreConfig
+
+EXACT_BYTES = 1 << 26  # up to this much of float32 keys, every row is looked at
+COMPRESSED_BYTES = 1 << 30  # from this much of float16 keys on, the index holds 4-bit codes in place of vectors
+SAMPLE = 128  # queries with which recall is measured
+DEPTH = 32  # the rows of each that should be found
+REFINEMENTS = (4, 16, 64)  # candidates looked at again with true distances, for each result asked for
+POINTS_PER_LIST = 64  # rows that train a list
+
+Nearest = tuple[Ids, Floats]  # (queries, k) each, best first; id -1 and score -inf where there is nothing
+Selection = NDArray[np.bool_]  # by id: which rows may be found
+
+
+def faiss_metric(config: StoreConfig) -> int:
+    """FAISS's number of the metric; vectors are of length 1 already where it is the cosine."""
+    return int(faiss.METRIC_L2 if config.metric == "l2" else faiss.METRIC_INNER_PRODUCT)
+
+
+def choose(config: StoreConfig, rows: int) -> str:
+    """The FAISS factory string for so many rows, or "" to look at every row."""
+    if config.index not in ("auto", "exact"):
+        return config.index if rows >= _rows_to_train(config) else ""
+    if config.index == "exact" or rows * config.dim * 4 <= EXACT_BYTES:
+        return ""
+    lists = 2 ** int(math.log2(2 * math.sqrt(rows)))
+    if rows * config.dim * 2 <= COMPRESSED_BYTES and config.keys != "codes":
+        return f"IVF{lists},{'Flat' if config.keys == 'float32' else 'SQfp16'}"
+    width = config.dim // 2 if config.transform == "pca" else config.dim
+    parts = next(parts for parts in range(min(width // 2, 256) or 1, 0, -1) if width % parts == 0)
+    before = {"": "", "opq": f"OPQ{parts},", "pca": f"PCA{width},"}[config.transform]
+    return f"{before}IVF{lists},PQ{parts}x4fs"
+
+
+def make(config: StoreConfig, factory: str) -> faiss.Index:
+    """An empty index that takes ids."""
+    try:
+        index = faiss.index_factory(config.dim, factory, faiss_metric(config))
+    except RuntimeError as error:
+        reason = str(error).rpartition("Error: ")[2]
+        raise UsageError(f"index = {factory!r}: FAISS cannot make it for {config.dim} dimensions ({reason})") from None
+    return index if lists_of(index) else faiss.IndexIDMap2(index)
+
+
+def lists_of(index: faiss.Index) -> int:
+    """The number of lists of an inverted file; 0 for another kind of index."""
+    inverted = faiss.try_extract_index_ivf(index)
+    return int(inverted.nlist) if inverted is not None else 0
+
+
+def _rows_to_train(config: StoreConfig) -> int:
+    return 39 * lists_of(make(config, config.index)) or 1
+
+
+def training_rows(index: faiss.Index) -> int:
+    """How many rows an index is trained on."""
+    return max(POINTS_PER_LIST * lists_of(index), 1 << 14)
+
+
+def train(index: faiss.Index, keys: Floats) -> None:
+    """Trains an index; FAISS's warnings about few points are for those who did not choose their number."""
+    inverted = faiss.try_extract_index_ivf(index)
+    if inverted is not None:
+        inverted = faiss.downcast_index(inverted)
+        inverted.cp.niter, inverted.cp.min_points_per_centroid = 10, 1
+        inverted.cp.max_points_per_centroid = POINTS_PER_LIST
+        if hasattr(inverted, "pq"):
+            inverted.pq.cp.min_points_per_centroid = 1
+    index.train(keys)
+
+
+def compressed(factory: str) -> bool:
+    """Whether an index knows less of a vector than a float16 does, so that it pays to look again."""
+    return "PQ" in factory.replace("OPQ", "") or "SQ4" in factory or "SQ8" in factory or "PCA" in factory
+
+
+@dataclass
+class Index:
+    """A FAISS index with what was measured of it."""
+
+    faiss: Any
+    config: StoreConfig
+    curve: list[list[float]]
+
+    def __post_init__(self) -> None:
+        self._parameters: dict[int, Any] = {}
+
+    def dial(self, recall: float) -> tuple[int, int]:
+        """(lists to look into, candidates per result) of the cheapest setting that reaches this recall; 1 is all."""
+        reaching = [step for step in self.curve if step[2] >= recall]
+        if recall == 1 or not reaching:
+            lists, refine, _ = max(self.curve, key=lambda step: (step[2], step[0]))
+            return (lists_of(self.faiss) or 1 if recall == 1 else int(lists)), int(refine)
+        lists, refine, _ = min(reaching, key=self._cost)
+        return int(lists), int(refine)
+
+    def _cost(self, step: list[float]) -> float:
+        """Bytes touched for 32 results: codes one after the other, and vectors here and there, which costs more."""
+        lists, refine, _ = step
+        scanned = lists * self.faiss.ntotal / (lists_of(self.faiss) or 1) * self.config.dim / 4
+        return scanned + (refine * DEPTH * self.config.dim * 2 * 8 if refine > 1 else 0)
+
+    def search(self, queries: Floats, k: int, lists: int, selection: Selection | None = None) -> Nearest:
+        """The nearest rows by the index's own scores."""
+        scores, ids = self.faiss.search(queries, k, params=self._search_parameters(lists, selection))
+        if self.config.metric == "l2":
+            np.negative(scores, out=scores)
+        return ids, scores
+
+    def _search_parameters(self, lists: int, selection: Selection | None) -> Any:
+        if selection is None and lists in self._parameters:
+            return self._parameters[lists]
+        chosen = (
+            {"sel": faiss.IDSelectorBitmap(np.packbits(selection, bitorder="little"))} if selection is not None else {}
+        )
+        if not lists_of(self.faiss):
+            made = faiss.SearchParameters(**chosen) if chosen else None
+        else:
+            made = faiss.SearchParametersIVF(nprobe=min(lists, lists_of(self.faiss)), **chosen)
+            if isinstance(self.faiss, faiss.IndexPreTransform):
+                made = faiss.SearchParametersPreTransform(index_params=made)
+        if selection is None:
+            self._parameters[lists] = made
+        return made
+
+
+class Exact:
+    """A few rows in memory, all of which are looked at."""
+
+    def __init__(self, config: StoreConfig, parts: Iterable[Nearest]) -> None:
+        self.config = config
+        self._index = faiss.IndexFlat(config.dim, faiss_metric(config))
+        ids = [np.empty(0, np.int64)]
+        for some, keys in parts:
+            ids.append(some)
+            self._index.add(np.ascontiguousarray(keys))
+        self.ids = np.concatenate(ids)
+
+    def search(self, queries: Floats, k: int) -> Nearest:
+        """The nearest of these rows."""
+        scores, rows = self._index.search(queries, min(k, max(len(self.ids), 1)))
+        if self.config.metric == "l2":
+            np.negative(scores, out=scores)
+        return (np.where(rows >= 0, self.ids[rows], -1) if len(self.ids) else rows), scores
+
+
+def look_at_all(config: StoreConfig, parts: Iterable[tuple[Ids, Floats]], queries: Floats, k: int) -> Nearest:
+    """The nearest rows among any number of them, read piece by piece."""
+    ids, scores = np.full((len(queries), 0), -1), np.empty((len(queries), 0), np.float32)
+    for some, keys in parts:
+        found, rows = faiss.knn(queries, np.ascontiguousarray(keys), min(k, len(some)), metric=faiss_metric(config))
+        if config.metric == "l2":
+            np.negative(found, out=found)
+        ids, scores = best_of([(ids, scores), (some[rows], found)], k)
+    return ids, scores
+
+
+def best_of(parts: list[Nearest], k: int) -> Nearest:
+    """The k best of several answers; of equal ones the lowest id."""
+    ids, scores = (np.concatenate(columns, 1) for columns in zip(*parts, strict=True))
+    order = np.lexsort((ids, -scores), axis=1)[:, :k]
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(scores, order, 1)
+
+
+def true_scores(config: StoreConfig, queries: Floats, keys: NDArray[np.generic]) -> Floats:
+    """Scores (queries, n) of keys (queries, n, dim)."""
+    vectors = keys.astype(np.float32)
+    if config.metric == "l2":
+        vectors -= queries[:, None]
+        return -np.einsum("qnd,qnd->qn", vectors, vectors)
+    return np.matmul(vectors, queries[:, :, None])[:, :, 0]
+
+
+def measure(
+    index: Index,
+    queries: tuple[Ids, Floats],
+    truth: Floats,
+    rescored: Callable[[Floats, Ids], Floats],
+    refinements: tuple[int, ...],
+) -> list[list[float]]:
+    """The recall at 32 of ever more lists, and of more candidates where that is not enough: [lists, refine, recall].
+
+    queries: rows of the store, whose own id does not count; truth: the score of the last row that should be found.
+    rescored: the true scores of candidates. A found row counts if it is truly as near as that one.
+    """
+    curve: list[list[float]] = []
+    most = lists_of(index.faiss) or 1
+    for refine in refinements:
+        lists = 1
+        while True:
+            ids, _ = index.search(queries[1], (DEPTH + 1) * refine, lists)
+            scores = rescored(queries[1], ids)
+            scores[(ids < 0) | (ids == queries[0][:, None])] = -np.inf
+            best = -np.sort(-scores, 1)[:, :DEPTH]
+            tolerance = 1e-5 * np.abs(truth) + 1e-6
+            reached = float((best >= (truth - tolerance)[:, None]).mean())
+            gained = reached - curve[-1][2] if lists > 1 else 1.0
+            curve.append([lists, refine, round(reached, 4)])
+            if reached >= 0.9995:
+                return curve
+            if lists >= most or (gained < 0.001 and reached > 0.5):  # more candidates are needed, not more lists
+                break
+            lists = min(lists * 2, most)
+    return curve

@@ -1,0 +1,285 @@
+"""One version of a store, opened: its rows and its index. It never changes, whatever writers do meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from mnemic.errors import DamagedError, UsageError
+from mnemic.stores.base import Floats, Found, Ids, References, Rows, Source, Where, nothing
+from mnemic.stores.disk.columns import Column, open_inside
+from mnemic.stores.disk.index import (
+    EXACT_BYTES,
+    Exact,
+    Index,
+    Nearest,
+    Selection,
+    best_of,
+    look_at_all,
+    true_scores,
+)
+from mnemic.stores.disk.manifest import Manifest
+from mnemic.stores.disk.segments import Segment, key_type, pieces
+
+GATHERED = 1 << 23  # numbers of keys that are scored again at a time
+REMEMBERED = 4  # selections kept ready
+
+Ranges = list[tuple[int, int]]  # (first id, end) of rows
+
+
+def index_path(folder: Path, number: int) -> Path:
+    """Where an index is."""
+    return folder / f"index-{number:08d}.faiss"
+
+
+class Snapshot:
+    """Rows, search and references of one version."""
+
+    def __init__(self, folder: Path, manifest: Manifest, known: Snapshot | None = None) -> None:
+        """Opens all files; segments that `known`, another version, has open already are taken from it."""
+        self.folder, self.manifest, self.config = folder, manifest, manifest.config
+        opened = {segment.record: segment for segment in known.segments} if known is not None else {}
+        self.segments: list[Segment] = [
+            opened.get(record) or Segment(folder, record, self.config) for record in manifest.segments
+        ]
+        self._index_file = self._open_index()
+        self._exact: dict[tuple[Where, int], Exact] = {}
+        self._selections: dict[Where, tuple[Selection | None, int]] = {}
+
+    def _open_index(self) -> int | None:
+        record = self.manifest.index
+        if record is None:
+            return None
+        path = index_path(self.folder, record.file)
+        descriptor = open_inside(path)
+        if (size := os.fstat(descriptor).st_size) != record.bytes:
+            os.close(descriptor)
+            raise DamagedError(f"{path} has {size} bytes where {record.bytes} belong: it was cut short or exchanged")
+        return descriptor
+
+    def close(self) -> None:
+        """Lets go of the index's file; those of rows are closed when nobody uses them any more."""
+        if self._index_file is not None:
+            os.close(self._index_file)
+            self._index_file = None
+
+    @cached_property
+    def index(self) -> Index | None:
+        """The index, read and checked as a whole at its first use."""
+        record = self.manifest.index
+        if record is None or self._index_file is None:
+            return None
+        self.check_index()
+        return Index(faiss.read_index(f"/dev/fd/{self._index_file}"), self.config, record.curve)
+
+    def check_index(self) -> None:
+        """Compares the index's file with its checksum."""
+        record = self.manifest.index
+        if record is None or self._index_file is None:
+            return
+        digest, place = xxhash.xxh3_128(), 0
+        while piece := os.pread(self._index_file, 1 << 22, place):
+            digest.update(piece)
+            place += len(piece)
+        if digest.hexdigest() != record.checksum:
+            raise DamagedError(
+                f"{index_path(self.folder, record.file)} is damaged: "
+                + (
+                    "its keys are nowhere else, so copy it back from a backup or build the store again"
+                    if self.config.keys == "codes"
+                    else "`mnemic store compact --rebuild` makes it again from the rows"
+                )
+            )
+
+    # Rows
+
+    @cached_property
+    def _runs(self) -> tuple[Ids, NDArray[np.int64], NDArray[np.int64], Ids]:
+        """First id, segment, first row and end id of each run of consecutive ids, in order."""
+        firsts, owners, rows, ends = [], [], [], []
+        for number, segment in enumerate(self.segments):
+            runs = segment.runs
+            firsts.append(runs[:, 1])
+            rows.append(runs[:, 0])
+            owners.append(np.full(len(runs), number))
+            ends.append(runs[:, 1] + np.diff(np.r_[runs[:, 0], segment.rows]))
+        if not firsts:
+            empty = np.empty(0, np.int64)
+            return empty, empty, empty, empty
+        first, owner, row, end = (np.concatenate(column) for column in (firsts, owners, rows, ends))
+        if (first[1:] < end[:-1]).any() or end[-1] > self.manifest.next_id:
+            raise DamagedError(f"{self.folder}: the numbers of its rows are out of order")
+        return first, owner, row, end
+
+    def locate(self, ids: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Segment and row in it of each id; segment -1 where there is no such row."""
+        first, owner, row, end = self._runs
+        run = np.searchsorted(first, ids, "right") - 1
+        if not len(first):
+            return run, run
+        there = (run >= 0) & (ids < end[run])
+        return np.where(there, owner[run], -1), row[run] + ids - first[run]
+
+    def take(self, column: Callable[[Segment], Column | None], ids: Ids, into: NDArray[Any]) -> NDArray[Any]:
+        """The entries of a column for these ids, written `into` an array (n, width)."""
+        owners, rows = self.locate(ids)
+        if len(self.segments) == 1:
+            found = column(self.segments[0])
+            return into if found is None else found.take(rows)
+        for number, segment in enumerate(self.segments):
+            found = column(segment)
+            here = np.flatnonzero(owners == number)
+            if found is not None and len(here):
+                into[here] = found.take(rows[here])
+        return into
+
+    def values_of(self, ids: Ids) -> NDArray[np.int64]:
+        """The value of each row."""
+        found = self.take(lambda segment: segment.values, ids, np.empty((len(ids), 1), np.uint32))
+        return found.reshape(-1).astype(np.int64)
+
+    def keys_of(self, ids: Ids) -> NDArray[np.generic]:
+        """The key of each row, as it is stored."""
+        return self.take(
+            lambda segment: segment.keys, ids, np.empty((len(ids), self.config.dim), key_type(self.config))
+        )
+
+    def __len__(self) -> int:
+        return sum(segment.rows for segment in self.segments) - sum(count for _, count in self.manifest.deleted)
+
+    def get(self, ids: Ids) -> Rows:
+        """Rows with their references."""
+        owners, rows = self.locate(ids)
+        gone = owners < 0
+        for first, count in self.manifest.deleted:
+            gone |= (ids >= first) & (ids < first + count)
+        if gone.any():
+            raise UsageError(f"no row has the number {ids[gone][0]}: it was deleted, or never committed")
+        sources: list[Source] = []
+        which, positions = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+        for number in np.unique(owners).tolist():
+            segment, here = self.segments[number], np.flatnonzero(owners == number)
+            used, local = np.unique(segment.sources_of(rows[here]), return_inverse=True)
+            which[here] = local + len(sources)
+            sources += [segment.sources[source] for source in used.tolist()]
+            positions[here] = segment.positions.take(rows[here]).reshape(-1)
+        keep = all(self.segments[number].keys is not None for number in np.unique(owners).tolist())
+        keys = self.keys_of(ids).astype(np.float32) if keep else None
+        return Rows(keys, self.values_of(ids), References(sources, which, positions))
+
+    # Which rows may be found
+
+    def selection(self, where: Where) -> tuple[Selection | None, int]:
+        """By id which rows are meant, and how many; None for all rows that there are."""
+        if where.everything and not self.manifest.deleted:
+            return None, len(self)
+        if where not in self._selections:
+            mask = np.zeros(self.manifest.next_id, np.bool_)
+            for segment in self.segments:
+                met = segment.matching(where.__contains__)
+                bounds = np.r_[segment.runs[:, 0], segment.rows]
+                for (row, first), end in zip(segment.runs.tolist(), bounds[1:].tolist(), strict=True):
+                    mask[first : first + end - row] = met[row:end]
+            for first, count in self.manifest.deleted:
+                mask[first : first + count] = False
+            while len(self._selections) >= REMEMBERED:
+                self._selections.pop(next(iter(self._selections)))
+            self._selections[where] = (mask, int(mask.sum()))
+        return self._selections[where]
+
+    def key_pieces(self, where: Where = Where(), first_id: int = 0) -> Iterator[tuple[Ids, Floats]]:  # noqa: B008
+        """Ids and keys of the rows that are meant and have an id of at least `first_id`, in order."""
+        selection, _ = self.selection(where)
+        for segment in self.segments:
+            if segment.keys is None:
+                continue
+            for start, end in pieces(segment.rows):
+                rows = np.arange(start, end)
+                ids = segment.ids_of(rows)
+                keep = ids >= first_id if selection is None else selection[ids] & (ids >= first_id)
+                if keep.all():
+                    yield ids, np.asarray(segment.keys.part(start, end), np.float32)
+                elif keep.any():
+                    yield ids[keep], np.asarray(segment.keys.take(rows[keep]), np.float32)
+
+    # Search
+
+    def search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
+        """The nearest rows, from the index and from the rows that it does not cover yet."""
+        selection, count = self.selection(where)
+        if not count:
+            return nothing(len(queries), k)
+        covered = self.manifest.index.end if self.manifest.index is not None else 0
+        few = not where.everything and count * self.config.dim * 4 <= EXACT_BYTES and self.config.keys != "codes"
+        if not covered or few:
+            return self._found(*self._look_at(where, 0, queries, k), k)
+        ids, scores = self._ask_index(queries, k, selection, recall)
+        if covered < self.manifest.next_id:
+            ids, scores = best_of([(ids, scores), self._look_at(where, covered, queries, k)], k)
+        return self._found(ids, scores, k)
+
+    def _look_at(self, where: Where, first_id: int, queries: Floats, k: int) -> Nearest:
+        """The nearest by looking at every row from `first_id` on; a few rows are kept ready for the next time."""
+        selection, count = self.selection(where)
+        rows = self.manifest.next_id - first_id if selection is None else int(selection[first_id:].sum())
+        if min(rows, count) * self.config.dim * 4 > EXACT_BYTES:
+            return look_at_all(self.config, self.key_pieces(where, first_id), queries, k)
+        name = (where, first_id)
+        if name not in self._exact:
+            while len(self._exact) >= REMEMBERED:
+                self._exact.pop(next(iter(self._exact)))
+            self._exact[name] = Exact(self.config, self.key_pieces(where, first_id))
+        return self._exact[name].search(queries, k)
+
+    def _ask_index(self, queries: Floats, k: int, selection: Selection | None, recall: float) -> Nearest:
+        index = self.index
+        if index is None:
+            return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
+        lists, refine = index.dial(recall)
+        candidates = min(k * refine, index.faiss.ntotal)
+        ids, scores = index.search(queries, candidates, lists, selection)
+        covered = index.faiss.ntotal if selection is None else int(selection[: self.manifest.index.end].sum())  # type: ignore[union-attr]
+        if enough := min(candidates, covered):
+            short = np.flatnonzero(ids[:, enough - 1] < 0)
+            if len(short):  # too few rows in the lists it looked into
+                ids[short], scores[short] = index.search(queries[short], candidates, 1 << 30, selection)
+        return self._look_again(queries, ids, k) if refine > 1 else (ids, scores)
+
+    def _look_again(self, queries: Floats, ids: Ids, k: int) -> Nearest:
+        """The k best of the candidates by their true scores."""
+        best = np.empty((len(queries), min(k, ids.shape[1])), np.int64)
+        scores = np.empty(best.shape, np.float32)
+        step = max(1, GATHERED // (ids.shape[1] * self.config.dim))
+        for start in range(0, len(queries), step):
+            here = slice(start, start + step)
+            true = self.rescored(queries[here], ids[here])
+            best[here], scores[here] = best_of([(ids[here], true)], best.shape[1])
+        return best, scores
+
+    def rescored(self, queries: Floats, ids: Ids) -> Floats:
+        """The true scores of candidates (queries, n); -inf for id -1."""
+        keys = self.keys_of(np.maximum(ids, 0).reshape(-1)).reshape(*ids.shape, -1)
+        scores = true_scores(self.config, queries, keys)
+        scores[ids < 0] = -np.inf
+        return scores
+
+    def _found(self, ids: Ids, scores: Floats, k: int) -> Found:
+        missing = k - ids.shape[1]
+        if missing > 0:
+            ids = np.pad(ids, ((0, 0), (0, missing)), constant_values=-1)
+            scores = np.pad(scores, ((0, 0), (0, missing)))
+        mask = ids >= 0
+        if mask.all():
+            return Found(ids, scores, self.values_of(ids.reshape(-1)).reshape(ids.shape), mask)
+        ids[~mask], scores[~mask] = 0, -np.inf
+        values = np.zeros(ids.shape, np.int64)
+        values[mask] = self.values_of(ids[mask])
+        return Found(ids, scores, values, mask)

@@ -1,0 +1,384 @@
+"""The disk store: what is written when, and in which order, so that nothing is ever lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mnemic.errors import DamagedError, MnemicError, UsageError
+from mnemic.files import clear_os_errors, fsync, lock, remove_unfinished
+from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store, Summary, Where
+from mnemic.stores.config import StoreConfig
+from mnemic.stores.disk import indexing
+from mnemic.stores.disk import manifest as manifests
+from mnemic.stores.disk.manifest import Manifest, SegmentRecord
+from mnemic.stores.disk.segments import COLUMNS, Segment, SegmentWriter, file_of
+from mnemic.stores.disk.snapshot import Snapshot, index_path
+
+SMALL = 1 << 16  # rows up to which segments are merged as they come
+MERGED = 1 << 22  # rows up to which `compact` puts them together
+
+_FILE = re.compile(r"(?:rows|index)-(\d{8})\.[a-z]+")
+
+
+class DiskStore(Store):
+    """A store in a folder. From its first change until it is closed, nobody else can write to it."""
+
+    def __init__(self, address: str, config: StoreConfig | None = None, *, version: int | None = None) -> None:
+        self.address = address
+        self.folder = Path(address.removeprefix("disk:"))
+        self._holding, self._held = contextlib.ExitStack(), False
+        self._fixed = version is not None
+        self._writer: SegmentWriter | None = None
+        self._deleted: list[tuple[int, int]] = []
+        if not self._is_store():
+            if config is None:
+                raise UsageError(
+                    f"no store at {self.folder}: build one with `mnemic store build`, or give its settings"
+                )
+            self._create(config)
+        self._snapshot = self._open(version)
+        self.config = self._snapshot.config
+
+    def _is_store(self) -> bool:
+        """Whether the folder holds a manifest."""
+        try:
+            return bool(manifests.versions(self.folder))
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError:
+            raise UsageError(f"{self.folder} is a file: a store is a folder") from None
+        except OSError as error:
+            raise MnemicError(f"{self.folder} cannot be read: {error.strerror}") from None
+
+    def _create(self, config: StoreConfig) -> None:
+        """Writes version 0, which has no rows."""
+        indexing.check(config)
+        with clear_os_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if any(name != "lock" for name in os.listdir(self.folder)):
+            raise UsageError(f"{self.folder} has files that are no store's: give another folder")
+        self._hold()
+        if not self._is_store():
+            manifests.write(self.folder, Manifest(0, config))
+            fsync(self.folder.parent)
+        self._let_go()
+
+    def _open(self, version: int | None = None, known: Snapshot | None = None) -> Snapshot:
+        """The newest version, or that one. Files may go while we look, if someone compacts the store: look again."""
+        for _ in range(100):
+            there = manifests.versions(self.folder)
+            if version is not None and version not in there:
+                raise UsageError(f"{self.folder} has no version {version}: it has {', '.join(map(str, there))}")
+            newest = there[-1] if version is None else version
+            try:
+                return Snapshot(self.folder, manifests.read(self.folder, newest), known)
+            except FileNotFoundError as error:
+                if manifests.versions(self.folder) == there:
+                    raise DamagedError(
+                        f"{error.filename} is missing: copy it back from a backup, or open an older version "
+                        f"(there are {', '.join(map(str, there))})"
+                    ) from None
+        raise MnemicError(f"{self.folder} changes faster than it can be opened: try again")
+
+    # Reading
+
+    @property
+    def version(self) -> int:
+        """The version that searches see."""
+        return self._snapshot.manifest.version
+
+    def __len__(self) -> int:
+        return len(self._snapshot)
+
+    def _search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
+        return self._snapshot.search(queries, k, where, recall)
+
+    def _get(self, ids: Ids) -> Rows:
+        return self._snapshot.get(ids)
+
+    def refresh(self) -> int:
+        if not self._fixed and manifests.versions(self.folder)[-1] != self.version:
+            self._turn_to(self._open(known=self._snapshot))
+        return self.version
+
+    def _turn_to(self, snapshot: Snapshot) -> None:
+        self._snapshot.close()
+        self._snapshot = snapshot
+
+    def summary(self) -> Summary:
+        manifest, namespaces, documents = self._snapshot.manifest, dict[str, int](), set()
+        selection, _ = self._snapshot.selection(Where())
+        for segment in self._snapshot.segments:
+            rows = np.arange(segment.rows)
+            if selection is not None:
+                rows = rows[selection[segment.ids_of(rows)]]
+            used, counts = np.unique(segment.sources_of(rows), return_counts=True)
+            for number, count in zip(used.tolist(), counts.tolist(), strict=True):
+                source = segment.sources[number]
+                documents.add(source)
+                namespaces[source.namespace] = namespaces.get(source.namespace, 0) + count
+        record, index = manifest.index, dict[str, Any](kind="exact", recall=1.0, rows=0)
+        if record is not None:
+            measured = max(step[2] for step in record.curve)
+            index = {"kind": record.factory, "recall": measured, "rows": record.rows, "curve": record.curve}
+        size = sum(path.stat().st_size for path in self._files(manifest))
+        return Summary(
+            self.address,
+            self.version,
+            len(self),
+            len(documents),
+            dict(sorted(namespaces.items())),
+            self.config,
+            index,
+            size,
+        )
+
+    def _files(self, manifest: Manifest) -> list[Path]:
+        """The files that a version needs."""
+        files = [manifests.path_of(self.folder, manifest.version)]
+        for record in manifest.segments:
+            names = [*(name for name in COLUMNS if name != "keys" or record.keys), "sums"]
+            files += [file_of(self.folder, record.file, name) for name in names]
+        if manifest.index is not None:
+            files.append(index_path(self.folder, manifest.index.file))
+        return files
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        """Reads every byte of this version; what is wrong, one sentence each."""
+        checks: list[Callable[[], object]] = [self._snapshot.check_index]
+        for segment in self._snapshot.segments:
+            checks += [column.check_all for column in segment.columns()]
+            checks += [lambda segment=segment: (segment.spans, segment.runs)]  # type: ignore[misc]
+        checks.append(lambda: self._snapshot.locate(np.zeros(1, np.int64)))
+        problems = []
+        for done, check in enumerate(checks, 1):
+            try:
+                check()
+            except DamagedError as error:
+                problems.append(str(error))
+            if progress is not None:
+                progress(done, len(checks))
+        return problems
+
+    # Writing
+
+    def _hold(self) -> None:
+        """Takes the lock, then looks at what is there; what a killed writer left is removed."""
+        self._holding.enter_context(lock(self.folder / "lock", f"the store {self.folder}"))
+        self._held = True
+        remove_unfinished(self.folder)
+
+    def _let_go(self) -> None:
+        self._holding.close()
+        self._held = False
+
+    def _begin(self) -> None:
+        if self._fixed:
+            raise UsageError(f"{self.folder} was opened at version {self.version}: open the newest one to write")
+        if self._held:
+            return
+        self._hold()
+        try:
+            self.refresh()
+            for name in os.listdir(self.folder):
+                found = _FILE.fullmatch(name)
+                if found and int(found[1]) >= self._snapshot.manifest.next_file:
+                    (self.folder / name).unlink()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _add(self, keys: Floats, values: NDArray[np.int64], references: References) -> Ids:
+        self._begin()
+        manifest = self._snapshot.manifest
+        if self._writer is None:
+            self._writer = SegmentWriter(self.folder, manifest.next_file, self.config)
+        ids = np.arange(len(keys)) + manifest.next_id + self._writer.rows
+        try:
+            self._writer.append(keys, values, references.positions, references.sources, references.which, ids)
+        except BaseException:  # half of the rows may be in the file
+            self._drop_pending()
+            raise
+        return ids
+
+    def delete(self, where: Where | str | Iterable[str]) -> int:
+        where = Where.of(where)
+        self._begin()
+        manifest, before = self._snapshot.manifest, self._marked()
+        selection, _ = self._snapshot.selection(where)
+        mask = np.zeros(manifest.next_id + (self._writer.rows if self._writer is not None else 0), np.bool_)
+        if selection is not None:
+            mask[: len(selection)] = selection
+        else:
+            for segment in self._snapshot.segments:
+                mask[segment.ids_of(np.arange(segment.rows))] = True
+        if self._writer is not None and self._writer.rows:
+            mask[manifest.next_id :] = self._writer.matching(where.__contains__)
+        self._deleted = _joined([*self._deleted, *_ranges(mask)])
+        return self._marked() - before
+
+    def _marked(self) -> int:
+        return sum(end - first for first, end in self._deleted)
+
+    def commit(self, index: bool = True) -> int:
+        if self._writer is None and not self._deleted:
+            if index and not self._fixed and indexing.due(self._snapshot):
+                self._begin()
+                self._update_index()
+            return self.version
+        manifest = self._snapshot.manifest
+        segments, number, next_id = list(manifest.segments), manifest.next_file, manifest.next_id
+        try:
+            if self._writer is not None:
+                next_id += self._writer.rows
+                segments, number = self._merged(segments, self._writer.finish())
+                self._writer = None
+            deleted = _joined([*((first, first + count) for first, count in manifest.deleted), *self._deleted])
+            fsync(self.folder)
+            self._publish(
+                segments=segments,
+                next_file=number + 1,
+                next_id=next_id,
+                deleted=[[first, end - first] for first, end in deleted],
+            )
+        except BaseException:
+            self._drop_pending()
+            raise
+        self._deleted = []
+        if index:
+            self._update_index()
+        return self.version
+
+    def _publish(self, **changes: Any) -> None:
+        """Writes the next manifest and turns to it."""
+        manifests.write(self.folder, self._snapshot.manifest.replaced(**changes))
+        self._turn_to(self._open(known=self._snapshot))
+
+    def _merged(self, segments: list[SegmentRecord], new: SegmentRecord) -> tuple[list[SegmentRecord], int]:
+        """The segments with the new one, which takes in small ones before it that are no longer than itself."""
+        taken, rows = len(segments), new.rows
+        while taken and segments[taken - 1].rows <= rows and rows + segments[taken - 1].rows <= SMALL:
+            taken -= 1
+            rows += segments[taken].rows
+        if taken == len(segments) or not all(record.keys for record in segments[taken:]):
+            return [*segments, new], new.file
+        writer = SegmentWriter(self.folder, new.file + 1, self.config)
+        for segment in [*self._snapshot.segments[taken:], Segment(self.folder, new, self.config)]:
+            writer.copy(segment)
+        return [*segments[:taken], writer.finish()], writer.number
+
+    def _update_index(self, anew: bool = False, progress: Callable[[int, int], None] | None = None) -> None:
+        """Makes the index anew, or puts new rows into it, if it is time."""
+        manifest = self._snapshot.manifest
+        record = indexing.updated(self._snapshot, manifest.next_file, progress, anew)
+        if record is None:
+            return
+        segments = manifest.segments
+        if self.config.keys == "codes":  # from now on the index holds the keys
+            segments = [SegmentRecord(**{**vars(one), "keys": False}) for one in segments]
+        fsync(self.folder)
+        self._publish(index=record, next_file=record.file + 1, segments=segments)
+        if self.config.keys == "codes":
+            self._forget_the_past()
+
+    def compact(self, progress: Callable[[int, int], None] | None = None, rebuild: bool = False) -> int:
+        """As in every store; `rebuild` makes the index anew as well."""
+        self._begin()
+        self.commit(index=False)
+        manifest = self._snapshot.manifest
+        segments, number = self._rewritten(progress)
+        index = manifest.index
+        if index is not None and any(first < index.end for first, _ in manifest.deleted):
+            index = None
+            if self.config.keys == "codes":
+                index = indexing.without_deleted(self._snapshot, number)
+                number += 1
+        if manifest.deleted or segments != manifest.segments:
+            fsync(self.folder)
+            self._publish(segments=segments, deleted=[], index=index, next_file=number)
+        self._update_index(anew=rebuild, progress=progress)
+        self._forget_the_past()
+        return self.version
+
+    def _rewritten(self, progress: Callable[[int, int], None] | None) -> tuple[list[SegmentRecord], int]:
+        """The segments without deleted rows, small ones put together, and the next number for a file."""
+        selection, _ = self._snapshot.selection(Where())
+        number, done, records = self._snapshot.manifest.next_file, 0, []
+        for group in _groups(self._snapshot.segments):
+            keep = [None if selection is None else selection[one.ids_of(np.arange(one.rows))] for one in group]
+            if len(group) == 1 and (keep[0] is None or keep[0].all()):
+                records.append(group[0].record)
+            else:
+                writer = SegmentWriter(self.folder, number, self.config, keys=group[0].keys is not None)
+                for segment, kept in zip(group, keep, strict=True):
+                    writer.copy(segment, kept)
+                if writer.rows:
+                    records.append(writer.finish())
+                    number += 1
+                else:
+                    writer.abandon()
+            done += sum(segment.rows for segment in group)
+            if progress is not None:
+                progress(done, sum(segment.rows for segment in self._snapshot.segments))
+        return records, number
+
+    def _forget_the_past(self) -> None:
+        """Removes older versions and all files that only they needed."""
+        with clear_os_errors(self.folder):
+            for version in manifests.versions(self.folder):
+                if version < self.version:
+                    manifests.path_of(self.folder, version).unlink()
+            fsync(self.folder)
+            needed = {path.name for path in self._files(self._snapshot.manifest)}
+            for name in os.listdir(self.folder):
+                if _FILE.fullmatch(name) and name not in needed:
+                    (self.folder / name).unlink()
+            fsync(self.folder)
+
+    def _drop_pending(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+        self._writer, self._deleted = None, []
+
+    def close(self) -> None:
+        self._drop_pending()
+        self._snapshot.close()
+        self._let_go()
+
+
+def _groups(segments: list[Segment]) -> list[list[Segment]]:
+    """Neighbours that fit into one segment together; those with keys and those without stay apart."""
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        last = groups[-1] if groups else []
+        together = last and (last[0].keys is None) == (segment.keys is None)
+        if together and sum(one.rows for one in last) + segment.rows <= MERGED:
+            last.append(segment)
+        else:
+            groups.append([segment])
+    return groups
+
+
+def _ranges(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """(first, end) of the stretches that are true."""
+    edges = np.flatnonzero(np.diff(np.r_[False, mask, False]))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same numbers in as few ranges as possible, in order."""
+    joined: list[tuple[int, int]] = []
+    for first, end in sorted(ranges):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((first, end))
+    return joined

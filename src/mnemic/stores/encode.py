@@ -1,0 +1,293 @@
+"""Keys read off a causal model: for each token of a text, what enters one of the model's modules there.
+
+Which module, by name:
+
+    ffn       The last block's feed-forward. Both kNN-LM (arXiv 1911.00172) and TRIME (arXiv 2205.12674, section 3)
+              found its input the best key.
+    ffn:3     The feed-forward of block 3, counted from 0; ffn:-2 is that of the last block but one.
+    output    The head: the final hidden state, from which the model itself predicts.
+    a path    Any module, as in `model.get_submodule`: "transformer.h.3.ln_1".
+
+What a feed-forward gets depends on the block. Most normalise the residual stream after attention and give it that: the
+key kNN-LM means. OLMo 2 normalises behind its feed-forward instead, so the key is the residual stream as it is. The
+blocks of Falcon, Phi and GPT-NeoX run attention and feed-forward beside each other on the same input: there the key is
+the normalised input of the block, which the attention of the last block has not touched.
+
+An XL cache is not used: a key looks back on its window, and on nothing that another key of the same token would not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from mnemic.data import CORPORA, Corpus, Document, open_corpus
+from mnemic.data.local import files_as_documents
+from mnemic.data.streams import IGNORED
+from mnemic.data.windows import SlidingWindows
+from mnemic.errors import UnsupportedModel, UsageError
+from mnemic.stores.base import Floats, References, Source
+
+if TYPE_CHECKING:
+    import torch
+
+# torch, and what imports it, is imported inside of functions: opening a store must not need it.
+
+OUTPUT, FEED_FORWARD = "output", "ffn"
+USUAL_WINDOW = 512
+EVERYTHING = "all"
+
+Window = tuple[int, int, int, int]
+"""A document's number, its first token that is read, the first that is encoded, and the end of both."""
+
+
+def module_path(model: Any, layer: str) -> str:
+    """The path, in `model`, of the module whose input is the key."""
+    name, _, number = layer.partition(":")
+    if layer == OUTPUT:
+        module = model.get_output_embeddings()
+        if module is None:
+            raise UsageError(f"{type(model).__name__} has no head: load it with AutoModelForCausalLM, or name a module")
+    elif name == FEED_FORWARD:
+        module = _feed_forward(model, number)
+    else:
+        return _existing(model, layer)
+    return next(path for path, part in model.named_modules() if part is module and not path.startswith("memory."))
+
+
+def _feed_forward(model: Any, number: str) -> Any:
+    from mnemic.hf.anatomy import find
+
+    try:
+        blocks = find(model, getattr(getattr(model, "memory", None), "anatomy", None)).feed_forward
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error}; or name the module itself, as in layer='transformer.h.11.mlp'") from None
+    try:
+        return blocks[int(number or -1)][0]
+    except (ValueError, IndexError):
+        raise UsageError(
+            f"layer = 'ffn:{number}': {type(model).__name__} has the blocks 0 to {len(blocks) - 1}"
+        ) from None
+
+
+def _existing(model: Any, path: str) -> str:
+    try:
+        model.get_submodule(path)
+    except AttributeError as error:
+        raise UsageError(
+            f"layer = {path!r}: expected ffn, ffn:<block>, output, or the path of a module, and this is none ({error})"
+        ) from None
+    return path
+
+
+class _Heard(Exception):
+    """Ends a forward pass whose key has been read: what comes after is not needed."""
+
+
+class Encoder:
+    """Reads keys off a model, and on request how well the model foresaw each next token."""
+
+    def __init__(self, model: Any, tokenizer: Any, layer: str) -> None:
+        from mnemic.train.objectives import NextToken, check_vocabulary, model_kind
+
+        if model_kind(model) != "causal":
+            raise UsageError(f"{type(model).__name__} does not predict next tokens: a store is made by a causal model")
+        check_vocabulary(model, tokenizer)
+        self.model, self.layer = model, module_path(model, layer)
+        self._module = model.get_submodule(self.layer)
+        self._objective = NextToken(model, tokenizer, seed=0)
+
+    def width(self) -> int:
+        """How many numbers a key has."""
+        import torch
+
+        one = torch.ones(1, 1, dtype=torch.long)
+        batch = {"input_ids": one * 0, "targets": one * IGNORED, "document_starts": one.bool(), "attention_mask": one}
+        with self.reading():
+            return self(batch)[0].shape[-1]
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within this context keys are read; afterwards the model is as it was, what its memory holds included."""
+        from mnemic.train.state import untouched
+
+        memory = getattr(self.model, "memory", None)
+        state = memory.state() if memory is not None else {}
+        try:
+            with untouched(self.model):
+                yield
+        finally:
+            if memory is not None:
+                memory.reset()
+                memory.load_state(state)
+
+    def __call__(
+        self, batch: dict[str, torch.Tensor], losses: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The keys (B, T, width) of a batch of windows; with `losses` also -log p of each target, (B, T)."""
+        if (memory := getattr(self.model, "memory", None)) is not None:
+            memory.reset()
+        device = next(self.model.parameters()).device
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        rows, length = batch["input_ids"].shape
+        found = None
+        with self._listening(stop=not losses) as heard, contextlib.suppress(_Heard):
+            found = self._objective.losses(batch, None)
+        states = heard[0]
+        tokens = states.shape[:-1].numel()
+        if states.ndim not in (2, 3) or tokens % rows or tokens < rows * length:
+            raise UsageError(
+                f"layer = {self.layer!r} takes an input of shape {tuple(states.shape)}: "
+                "choose a module that takes one vector for each token"
+            )
+        # OPT's feed-forward gets all tokens in one long row; what a memory puts before a sequence is no part of it
+        return states.reshape(rows, -1, states.shape[-1])[:, -length:], found
+
+    @contextlib.contextmanager
+    def _listening(self, stop: bool) -> Iterator[list[torch.Tensor]]:
+        heard: list[torch.Tensor] = []
+
+        def hear(states: torch.Tensor) -> None:
+            heard.append(states)
+            if stop:
+                raise _Heard
+
+        if self._module is self.model.get_output_embeddings():  # which losses are not always computed through
+            hook = self.model.base_model.register_forward_hook(lambda _, __, output: hear(output[0]))
+        else:
+            hook = self._module.register_forward_pre_hook(
+                lambda _, args, named: hear((*args, *named.values())[0]), with_kwargs=True
+            )
+        try:
+            yield heard
+        finally:
+            hook.remove()
+        if not heard:
+            raise UsageError(f"layer = {self.layer!r} was not run when the model read a text: choose another module")
+
+
+class KeyWindows(SlidingWindows):
+    """The windows of a corpus, group by group, and where the rows of a group come from."""
+
+    def groups(self, skipped: int = 0) -> Iterator[list[Window]]:
+        """The windows of each batch, in order, without reading any token; the first `skipped` left out."""
+        windows = islice(self._windows(), skipped * self.batch_size, None)
+        while group := list(islice(windows, self.batch_size)):
+            yield group
+
+    def batch(self, group: list[Window]) -> dict[str, torch.Tensor]:
+        """The batch of a group."""
+        return self._batch(group)
+
+    def references(self, group: list[Window], namespace: str) -> References:
+        """The document and position of each row of a group."""
+        documents = list(dict.fromkeys(document for document, *_ in group))
+        sources = [Source(self.corpus.id(document), namespace) for document in documents]
+        counts = [end - first for _, _, first, end in group]
+        which = np.repeat([documents.index(document) for document, *_ in group], counts)
+        positions = np.concatenate([np.arange(first, end) for _, _, first, end in group])
+        return References(sources, which, positions)
+
+
+def row_count(group: list[Window]) -> int:
+    """The rows of a group, before any is left out."""
+    return sum(end - first for _, _, first, end in group)
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """The rows of one batch, and what was left out of them."""
+
+    keys: Floats
+    values: NDArray[np.int64]
+    references: References
+    seen: int  # rows before any was left out
+    dropped_loss: float = 0.0  # what the model pays for the tokens of those left out, in nats
+
+
+def encode_group(
+    encoder: Encoder, windows: KeyWindows, group: list[Window], namespace: str, max_probability: float = 1.0
+) -> EncodedRows:
+    """The rows of one batch: the key at each position, the token after it, and where that is."""
+    batch = windows.batch(group)
+    keys, losses = encoder(batch, losses=max_probability < 1)
+    real = batch["targets"] != IGNORED
+    rows = keys[real.to(keys.device)].float().cpu().numpy()
+    values, references = batch["targets"][real].numpy(), windows.references(group, namespace)
+    if losses is None:
+        return EncodedRows(rows, values, references, len(rows))
+    paid = losses[real.to(losses.device)].double().cpu().numpy()
+    kept = paid >= -np.log(max_probability)
+    references = References(references.sources, references.which[kept], references.positions[kept])
+    return EncodedRows(rows[kept], values[kept], references, len(rows), float(paid[~kept].sum()))
+
+
+def encode_text(encoder: Encoder, tokenizer: Any, text: str, context: int) -> Floats:
+    """The key of the end of a text, (1, width), which is read as the beginning of a document, its last part if long."""
+    import torch
+
+    from mnemic.data.encoding import start_and_end
+
+    start, _ = start_and_end(tokenizer)
+    tokens = [start, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+    ids = torch.tensor([tokens[-context:] if context else tokens])
+    batch = {
+        "input_ids": ids,
+        "targets": torch.full_like(ids, IGNORED),
+        "document_starts": torch.zeros_like(ids, dtype=torch.bool),
+        "attention_mask": torch.ones_like(ids),
+    }
+    with encoder.reading():
+        return encoder(batch)[0][:, -1].float().cpu().numpy()
+
+
+def documents_of(corpus: Corpus | str | Path, split: str) -> tuple[Callable[[], Iterable[Document]], str]:
+    """What reads the documents of a split of a corpus, "all" for every split, and the name of the corpus."""
+    if not isinstance(corpus, str | Path):
+        return partial(_documents, corpus, split), corpus.name
+    source = str(corpus)
+    path = Path(source).expanduser()
+    opened = open_corpus(source)
+    if split == EVERYTHING and source not in CORPORA and path.exists():  # whole: a split may be a part of a document
+        return partial(files_as_documents, path), opened.name
+    return partial(_documents, opened, split), opened.name
+
+
+def _documents(corpus: Corpus, split: str) -> Iterator[Document]:
+    if split != EVERYTHING:
+        return corpus.documents(split)
+    return (document for each in corpus.splits for document in corpus.documents(each))
+
+
+def window_of(model: Any, window: int | None, min_context: int | None) -> tuple[int, int]:
+    """The window and the context that are asked for, or what suits the model."""
+    from mnemic.train.objectives import check_length
+
+    if window is None:
+        window = min(USUAL_WINDOW, getattr(model.config, "max_position_embeddings", None) or USUAL_WINDOW)
+    check_length(model, window, "window")
+    context = window // 2 if min_context is None else min_context
+    if context >= window:
+        raise UsageError(f"min_context = {context}: expected less than window = {window}")
+    return window, context
+
+
+def memory_fingerprint(model: Any) -> str:
+    """A checksum of the memories in a model, "" if it has none; keys depend on them as on any weight."""
+    memory = getattr(model, "memory", None)
+    if memory is None:
+        return ""
+    from mnemic.hf.fingerprint import fingerprint
+
+    settings = json.dumps({name: handle.config.to_dict() for name, handle in memory.handles.items()}, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest((fingerprint(memory) + settings).encode())
