@@ -182,6 +182,10 @@ class Store(ABC):
         """Rewrites the store without deleted rows and old versions: nothing of them is in any file afterwards."""
 
     @abstractmethod
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        """Looks at everything that is stored; what is wrong, one sentence each."""
+
+    @abstractmethod
     def refresh(self) -> int:
         """Turns to the newest version that anyone has committed, and returns it."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -297,6 +298,7 @@ def add_to_store(
     split: str = "all",
     batch_size: int = 8,
     replace: bool = False,
+    override: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Adds a text to a store, read as the store's own was; all of it in one commit, or nothing.
 
@@ -308,7 +310,7 @@ def add_to_store(
     from mnemic.stores.origin import check_origin
     from mnemic.train.terminal import progress_bar
 
-    check_origin(store, model, tokenizer, ())
+    check_origin(store, model, tokenizer, override)
     origin = Origin.from_dict(dict(store.config.origin))
     was = Reading.of(origin)
     if not origin.layer:

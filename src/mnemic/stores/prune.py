@@ -1,6 +1,6 @@
-"""A smaller store beside a store: rows that say what a row near them says are left out, and what that costs is measured.
+"""A smaller store beside a store: rows that only repeat a row near them are left out, and the cost of it is measured.
 
-This is the greedy merging of He et al. (arXiv 2109.04212, section 4.2) with a bound on the distance: in the order of
+This is the greedy merging of He et al. (arXiv 2109.04212) with a bound on the distance: in the order of
 their numbers, a row is left out if one of its nearest rows has the same token, is nearer than `closer` times the usual
 distance between neighbours, and has been kept. It stays behind with one vote where there were several, since a store
 has no weights; the report says how much of the answers that changes.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mnemic.stores.context import surviving
 
 BLOCK = 4096  # rows looked at in one go
 SAMPLE = 1000  # rows whose neighbours tell what distance is usual
+SAMPLED_WINDOWS = 64  # windows of a held-out text from which contexts are taken
 UNDECIDED, KEPT, DROPPED = 0, 1, 2
 
 
@@ -203,11 +205,11 @@ def votes(found: Found) -> NDArray[np.int64]:
 
 
 def held_out(model: Any, tokenizer: Any, store: Store, corpus: Any, split: str = "valid", rows: int = SAMPLE) -> Sample:
-    """About `rows` contexts from all over a split that the store was not made from, read as the store's own text was."""
+    """About `rows` contexts from all over a split that is not in the store, read as the store's own text was."""
     from mnemic.data import tokenize_corpus
     from mnemic.stores.build import Reading
     from mnemic.stores.config import Origin
-    from mnemic.stores.encode import Encoder, KeyWindows, documents_of, encode_group, row_count, window_of
+    from mnemic.stores.encode import Encoder, KeyWindows, documents_of, encode_group, window_of
 
     origin = Origin.from_dict(dict(store.config.origin))
     was = Reading.of(origin)
@@ -215,16 +217,13 @@ def held_out(model: Any, tokenizer: Any, store: Store, corpus: Any, split: str =
     window, context = window_of(model, origin.context or None, was.min_context if was else None)
     read, _ = documents_of(corpus, split)
     windows = KeyWindows(tokenize_corpus(read(), tokenizer), window, window - context, 1)
-    wanted = np.random.default_rng(0).random(windows.corpus.target_count) < rows / windows.corpus.target_count
-    keys, values, seen = [], [], 0
+    step = max(1, len(windows) // SAMPLED_WINDOWS)
+    each, choose = -(-rows // min(SAMPLED_WINDOWS, len(windows))), np.random.default_rng(0)
+    keys, values = [], []
     with encoder.reading():
-        for group in windows.groups():
-            here = wanted[seen : seen + row_count(group)]
-            seen += len(here)
-            if here.any():
-                encoded = encode_group(encoder, windows, group, "held out")
-                keys.append(encoded.keys[here])
-                values.append(encoded.values[here])
-    if not keys:
-        raise UsageError(f"the {split!r} split of {corpus} is too short to take a sample from: give another corpus")
+        for group in islice(windows.groups(), 0, None, step):
+            encoded = encode_group(encoder, windows, group, "held out")
+            some = choose.permutation(encoded.seen)[:each]
+            keys.append(encoded.keys[some])
+            values.append(encoded.values[some])
     return Sample(np.concatenate(keys), np.concatenate(values))

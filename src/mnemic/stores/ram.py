@@ -65,6 +65,9 @@ class RamStore(Store):
     def compact(self, progress: Callable[[int, int], None] | None = None) -> int:
         return self.commit()
 
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
+        return []
+
     def refresh(self) -> int:
         return self.version
 

@@ -83,7 +83,15 @@ def train(index: faiss.Index, keys: Floats) -> None:
         inverted.cp.max_points_per_centroid = POINTS_PER_LIST
         if hasattr(inverted, "pq"):
             inverted.pq.cp.min_points_per_centroid = 1
+    turn = faiss.downcast_VectorTransform(index.chain.at(0)) if isinstance(index, faiss.IndexPreTransform) else None
+    if not isinstance(turn, faiss.OPQMatrix):
+        index.train(keys)
+        return
+    codes = faiss.ProductQuantizer(turn.d_out, turn.M, 4)  # the turn is sought for the codes that will be used
+    codes.cp.min_points_per_centroid = 1
+    turn.pq = codes
     index.train(keys)
+    turn.pq = None
 
 
 def compressed(factory: str) -> bool:

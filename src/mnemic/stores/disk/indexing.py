@@ -101,13 +101,11 @@ def _wipe_unused(index: Any) -> None:
     lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
     if not isinstance(lists, faiss.BlockInvertedLists):
         return
-    empty = np.zeros(lists.code_size, np.uint8)
+    empty = np.zeros(lists.packer.code_size, np.uint8)
     for number in range(lists.nlist):
-        codes = lists.get_codes(number)
-        for place in range(
-            lists.list_size(number), -(-lists.list_size(number) // lists.n_per_block) * lists.n_per_block
-        ):
-            lists.packer.pack_1(faiss.swig_ptr(empty), place, codes)
+        used = lists.list_size(number)
+        for place in range(used, -(-used // lists.n_per_block) * lists.n_per_block):
+            lists.packer.pack_1_c(faiss.swig_ptr(empty), place, lists.get_codes(number))
 
 
 def sample(snapshot: Snapshot, count: int) -> tuple[Ids, Floats]:

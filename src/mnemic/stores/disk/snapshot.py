@@ -17,12 +17,14 @@ from mnemic.errors import DamagedError, UsageError
 from mnemic.stores.base import Floats, Found, Ids, References, Rows, Source, Where, nothing
 from mnemic.stores.disk.columns import Column, open_inside
 from mnemic.stores.disk.index import (
+    DEPTH,
     EXACT_BYTES,
     Exact,
     Index,
     Nearest,
     Selection,
     best_of,
+    lists_of,
     look_at_all,
     true_scores,
 )
@@ -217,14 +219,20 @@ class Snapshot:
         selection, count = self.selection(where)
         if not count:
             return nothing(len(queries), k)
-        covered = self.manifest.index.end if self.manifest.index is not None else 0
-        few = not where.everything and count * self.config.dim * 4 <= EXACT_BYTES and self.config.keys != "codes"
-        if not covered or few:
+        index, record = self.index, self.manifest.index
+        if index is None or record is None or self._better_without(index, where, selection, count):
             return self._found(*self._look_at(where, 0, queries, k), k)
-        ids, scores = self._ask_index(queries, k, selection, recall)
-        if covered < self.manifest.next_id:
-            ids, scores = best_of([(ids, scores), self._look_at(where, covered, queries, k)], k)
+        ids, scores = self._ask_index(index, record.end, queries, k, selection, recall)
+        if record.end < self.manifest.next_id:
+            ids, scores = best_of([(ids, scores), self._look_at(where, record.end, queries, k)], k)
         return self._found(ids, scores, k)
+
+    def _better_without(self, index: Index, where: Where, selection: Selection | None, count: int) -> bool:
+        """Whether few rows are meant; or some are left out, which an index other than an inverted file does badly."""
+        if self.config.keys == "codes" or selection is None:
+            return False
+        few = not where.everything and count * self.config.dim * 4 <= EXACT_BYTES
+        return few or not lists_of(index.faiss)
 
     def _look_at(self, where: Where, first_id: int, queries: Floats, k: int) -> Nearest:
         """The nearest by looking at every row from `first_id` on; a few rows are kept ready for the next time."""
@@ -239,18 +247,17 @@ class Snapshot:
             self._exact[name] = Exact(self.config, self.key_pieces(where, first_id))
         return self._exact[name].search(queries, k)
 
-    def _ask_index(self, queries: Floats, k: int, selection: Selection | None, recall: float) -> Nearest:
-        index = self.index
-        if index is None:
-            return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
+    def _ask_index(
+        self, index: Index, end: int, queries: Floats, k: int, selection: Selection | None, recall: float
+    ) -> Nearest:
+        """The nearest of the rows below `end`, which the index covers."""
         lists, refine = index.dial(recall)
-        candidates = min(k * refine, index.faiss.ntotal)
+        candidates = min(max(k, DEPTH) * refine if refine > 1 else k, index.faiss.ntotal)
         ids, scores = index.search(queries, candidates, lists, selection)
-        covered = index.faiss.ntotal if selection is None else int(selection[: self.manifest.index.end].sum())  # type: ignore[union-attr]
-        if enough := min(candidates, covered):
-            short = np.flatnonzero(ids[:, enough - 1] < 0)
-            if len(short):  # too few rows in the lists it looked into
-                ids[short], scores[short] = index.search(queries[short], candidates, 1 << 30, selection)
+        enough = min(k, index.faiss.ntotal if selection is None else int(selection[:end].sum()))
+        short = np.flatnonzero(ids[:, max(enough, 1) - 1] < 0)
+        if enough and len(short):  # there were too few rows in the lists it looked into
+            ids[short], scores[short] = index.search(queries[short], candidates, 1 << 30, selection)
         return self._look_again(queries, ids, k) if refine > 1 else (ids, scores)
 
     def _look_again(self, queries: Floats, ids: Ids, k: int) -> Nearest:
@@ -266,7 +273,8 @@ class Snapshot:
 
     def rescored(self, queries: Floats, ids: Ids) -> Floats:
         """The true scores of candidates (queries, n); -inf for id -1."""
-        keys = self.keys_of(np.maximum(ids, 0).reshape(-1)).reshape(*ids.shape, -1)
+        some_row = self._runs[0][0]
+        keys = self.keys_of(np.where(ids < 0, some_row, ids).reshape(-1)).reshape(*ids.shape, -1)
         scores = true_scores(self.config, queries, keys)
         scores[ids < 0] = -np.inf
         return scores
