@@ -197,8 +197,10 @@ def lock(path: str | Path, what: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):
+            try:  # noqa: SIM105 (when Python ends, contextlib may have gone)
                 file.truncate(0)
+            except OSError:
+                pass
 
 
 def checksum(path: str | Path) -> str:

@@ -17,7 +17,7 @@ import mnemic
 from mnemic.cli.options import Parser
 from mnemic.errors import MnemicError, UsageError, unknown_name
 
-VERBS = ("demo", "list", "doctor", "train", "evaluate", "generate")
+VERBS = ("demo", "list", "doctor", "train", "evaluate", "generate", "store")
 
 DESCRIPTION = """Memory for any transformer: in its input, its attention, its feed-forward layers or its output.
 
@@ -29,6 +29,7 @@ EPILOG = """examples:
   mnemic train book.txt --memory tokens:count=10 --out runs/a --steps 500
   mnemic evaluate runs/a/model book.txt
   mnemic generate runs/a/model "Once upon"
+  mnemic store build book.store book.txt --model runs/a && mnemic store search book.store "Once upon"
 
 Results go to stdout, progress to stderr. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 damaged files.
 """

@@ -307,10 +307,9 @@ def add_to_store(
     from mnemic.data import tokenize_corpus
     from mnemic.stores.base import Where
     from mnemic.stores.encode import Encoder, KeyWindows, documents_of, encode_group, window_of
-    from mnemic.stores.origin import check_origin
     from mnemic.train.terminal import progress_bar
 
-    check_origin(store, model, tokenizer, override)
+    check_maker(store, model, tokenizer, override)
     origin = Origin.from_dict(dict(store.config.origin))
     was = Reading.of(origin)
     if not origin.layer:
@@ -333,6 +332,21 @@ def add_to_store(
             bar.update(rows.seen)
     store.commit()
     return {"store": store.address, "documents": len(tokens), "added": added, "replaced": replaced, "rows": len(store)}
+
+
+def check_maker(store: Store, model: Any, tokenizer: Any, override: Iterable[str] = ()) -> None:
+    """Refuses a model, with its memories, or a tokenizer that did not make the store, but for what `override` names."""
+    from mnemic.stores.encode import memory_fingerprint
+    from mnemic.stores.origin import check_origin
+
+    override = [*override]
+    check_origin(store, model, tokenizer, override)
+    was = Reading.of(Origin.from_dict(dict(store.config.origin)))
+    if was is not None and "model" not in override and was.memory != memory_fingerprint(model):
+        raise UsageError(
+            f"the rows of {store.address} were made with other memories in the model than it has now: what is found "
+            'would be wrong. Give the model as it was, or override=["model"]'
+        )
 
 
 def _refuse_known(store: Store, where: Any, name: str) -> None:

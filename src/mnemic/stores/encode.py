@@ -162,7 +162,8 @@ class Encoder:
             if stop:
                 raise _Heard
 
-        if self._module is self.model.get_output_embeddings():  # which losses are not always computed through
+        head = self._module is self.model.get_output_embeddings()
+        if head and hasattr(self.model, "token_losses"):  # our own models, which may call their head by halves
             hook = self.model.base_model.register_forward_hook(lambda _, __, output: hear(output[0]))
         else:
             hook = self._module.register_forward_pre_hook(

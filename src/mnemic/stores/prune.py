@@ -1,9 +1,9 @@
 """A smaller store beside a store: rows that only repeat a row near them are left out, and the cost of it is measured.
 
-This is the greedy merging of He et al. (arXiv 2109.04212) with a bound on the distance: in the order of
-their numbers, a row is left out if one of its nearest rows has the same token, is nearer than `closer` times the usual
-distance between neighbours, and has been kept. It stays behind with one vote where there were several, since a store
-has no weights; the report says how much of the answers that changes.
+This is the greedy merging of He et al. (arXiv 2109.04212) with a bound on the distance: in the order of their numbers, a
+row is left out if one of its nearest rows has the same token, is no further than `closer` times the usual distance
+between neighbours, and has been kept. That one has a single vote where there were several, since a store has no
+weights; the report says how much of the answers this changes.
 
 The other kind of pruning, leaving out what the model foresees by itself, is done as a store is built: see
 `BuildConfig.max_probability`.
@@ -29,6 +29,7 @@ from mnemic.stores.context import surviving
 
 BLOCK = 4096  # rows looked at in one go
 SAMPLE = 1000  # rows whose neighbours tell what distance is usual
+EQUAL = 1e-3  # share of a usual distance below which two keys differ by rounding only
 SAMPLED_WINDOWS = 64  # windows of a held-out text from which contexts are taken
 UNDECIDED, KEPT, DROPPED = 0, 1, 2
 
@@ -37,7 +38,10 @@ UNDECIDED, KEPT, DROPPED = 0, 1, 2
 class PruneConfig(Config):
     """Which rows are left out, and how the cost of it is measured."""
 
-    closer: float = option(0.5, "leave out a row that is closer than this share of the usual distance, of equal token")
+    closer: float = option(
+        0.5,
+        "leave out a row if one of its token is within this share of the usual distance; 0: only if equal",
+    )
     neighbours: int = option(8, "nearest rows among which one to stay for it is looked for")
     k: int = option(16, "nearest rows that vote, where the cost is measured")
     commit_rows: int = option(100_000, "rows after which what is done so far is made durable")
@@ -91,7 +95,7 @@ def prune_store(
         usual = usual_distance(store)
         pending = 0
         with progress_bar(len(store), "row") as bar:
-            for rows, seen in _kept_rows(store, config, config.closer * usual):
+            for rows, seen in _kept_rows(store, config, max(config.closer, EQUAL) * usual):
                 if rows.keys is not None and len(rows.values):
                     pruned.add(rows.keys, rows.values, rows.references)
                     pending += len(rows.values)
@@ -110,7 +114,7 @@ def prune_store(
 
 
 def usual_distance(store: Store) -> float:
-    """The median distance of a row to the nearest other one, over a sample of the store."""
+    """The median distance of a row to the nearest other one that is not equal to it, over a sample of the store."""
     spread = np.unique(np.linspace(0, rows_ever_added(store) - 1, 4 * SAMPLE).astype(np.int64))
     parts = [(ids, rows.keys) for ids, rows in surviving(store, spread) if rows.keys is not None]
     ids, keys = (np.concatenate([part[column] for part in parts]) for column in (0, 1))
@@ -118,7 +122,9 @@ def usual_distance(store: Store) -> float:
     found = store.search(keys[some], 2)
     distances = np.where(found.mask & (found.ids != ids[some, None]), _distances(store, keys[some], found), np.inf)
     nearest = distances.min(1)
-    return float(np.median(nearest[np.isfinite(nearest)])) if np.isfinite(nearest).any() else 0.0
+    nearest = nearest[np.isfinite(nearest)]
+    nearest = nearest[nearest > EQUAL * nearest.max(initial=0.0)]
+    return float(np.median(nearest)) if len(nearest) else 0.0
 
 
 def _kept_rows(store: Store, config: PruneConfig, radius: float) -> Iterator[tuple[Rows, int]]:
@@ -137,7 +143,7 @@ def _decide(store: Store, ids: Ids, rows: Rows, fate: NDArray[np.uint8], neighbo
     """Decides for each row whether it stays."""
     keys = np.asarray(rows.keys)
     found = store.search(keys, neighbours + 1)
-    same = found.mask & (found.values == rows.values[:, None]) & (_distances(store, keys, found) < radius)
+    same = found.mask & (found.values == rows.values[:, None]) & (_distances(store, keys, found) <= radius)
     for number, id in enumerate(ids.tolist()):
         near = found.ids[number][same[number]]
         fate[id] = DROPPED if (fate[near[near < id]] == KEPT).any() else KEPT

@@ -278,6 +278,20 @@ def test_more_rows_than_are_kept_ready_are_looked_at_in_pieces(tmp_path: Path, m
     store.close()
 
 
+def test_keys_of_one_number(tmp_path: Path) -> None:
+    config = StoreConfig(dim=1, index="IVF4,Flat")
+    store, exact = open_store(tmp_path / "s", config), open_store("ram:", config)
+    keys = np.linspace(0, 1, 300)[:, None]
+    for one in (store, exact):
+        one.add(keys, np.arange(300), References.of("a", range(300)))
+        one.commit()
+    np.testing.assert_array_equal(store.search(keys[:9], 3, recall=1.0).values, exact.search(keys[:9], 3).values)
+    np.testing.assert_array_equal(store.get([7]).keys, keys[7:8].astype(np.float16))
+    store.compact(rebuild=True)
+    np.testing.assert_array_equal(store.search(keys[:9], 3, recall=1.0).values, exact.search(keys[:9], 3).values)
+    store.close()
+
+
 def test_two_writers(tmp_path: Path) -> None:
     import os
 

@@ -87,7 +87,7 @@ def open_inside(path: Path) -> int:
 
 
 class Column:
-    """A file of `rows` rows of `width` numbers, whose blocks have the checksums `sums`."""
+    """A file of `rows` rows of `width` numbers (of plain numbers if it is 1), with the checksums of its blocks."""
 
     def __init__(self, path: Path, dtype: DTypeLike, rows: int, width: int, sums: NDArray[np.uint64]) -> None:
         self.path, self.rows = path, rows
@@ -107,7 +107,7 @@ class Column:
             data = mmap.mmap(descriptor, wanted, access=mmap.ACCESS_READ) if wanted else b""
         finally:
             os.close(descriptor)
-        self._array = np.frombuffer(data, dtype).reshape(rows, width)
+        self._array = np.frombuffer(data, dtype).reshape((rows, width) if width > 1 else rows)
 
     def _check(self, block: int) -> None:
         start = block * self._block_rows
@@ -130,7 +130,7 @@ class Column:
         self._whole = True
 
     def take(self, rows: NDArray[np.int64]) -> NDArray[np.generic]:
-        """A copy of these rows (n, width)."""
+        """A copy of these rows."""
         if not self._whole:
             blocks = rows // self._block_rows
             for block in np.unique(blocks[~self._checked[blocks]]):

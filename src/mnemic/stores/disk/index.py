@@ -108,21 +108,32 @@ class Index:
     curve: list[list[float]]
 
     def __post_init__(self) -> None:
+        self.lists, self.rows = lists_of(self.faiss) or 1, int(self.faiss.ntotal)
         self._parameters: dict[int, Any] = {}
+        self._dials: dict[float, tuple[int, int]] = {}
 
-    def dial(self, recall: float) -> tuple[int, int]:
-        """(lists to look into, candidates per result) of the cheapest setting that reaches this recall; 1 is all."""
+    def dial(self, recall: float, k: int = DEPTH) -> tuple[int, int]:
+        """(lists to look into, candidates per result) of the cheapest setting that reaches this recall; 1 is all.
+
+        The lists of a setting that was measured with 32 results may hold too few rows for very many.
+        """
+        if recall not in self._dials:
+            self._dials[recall] = self._cheapest(recall)
+        lists, refine = self._dials[recall]
+        return max(lists, min(-(-2 * k * self.lists // max(self.rows, 1)), self.lists)), refine
+
+    def _cheapest(self, recall: float) -> tuple[int, int]:
         reaching = [step for step in self.curve if step[2] >= recall]
         if recall == 1 or not reaching:
             lists, refine, _ = max(self.curve, key=lambda step: (step[2], step[0]))
-            return (lists_of(self.faiss) or 1 if recall == 1 else int(lists)), int(refine)
+            return (self.lists if recall == 1 else int(lists)), int(refine)
         lists, refine, _ = min(reaching, key=self._cost)
         return int(lists), int(refine)
 
     def _cost(self, step: list[float]) -> float:
         """Bytes touched for 32 results: codes one after the other, and vectors here and there, which costs more."""
         lists, refine, _ = step
-        scanned = lists * self.faiss.ntotal / (lists_of(self.faiss) or 1) * self.config.dim / 4
+        scanned = lists * self.rows / self.lists * self.config.dim / 4
         return scanned + (refine * DEPTH * self.config.dim * 2 * 8 if refine > 1 else 0)
 
     def search(self, queries: Floats, k: int, lists: int, selection: Selection | None = None) -> Nearest:

@@ -123,7 +123,7 @@ def sample(snapshot: Snapshot, count: int) -> tuple[Ids, Floats]:
         if selection is not None:
             rows, found = rows[selection[found]], found[selection[found]]
         ids.append(found)
-        keys.append(np.asarray(segment.keys.take(rows), np.float32))
+        keys.append(np.asarray(segment.keys.take(rows), np.float32).reshape(-1, snapshot.config.dim))
     return np.concatenate(ids), np.concatenate(keys)
 
 

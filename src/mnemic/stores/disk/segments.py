@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from mnemic.errors import DamagedError
-from mnemic.stores.base import Floats, Ids, Source
+from mnemic.stores.base import Ids, Source
 from mnemic.stores.config import StoreConfig
 from mnemic.stores.disk.columns import Column, ColumnWriter, blocks_of
 from mnemic.stores.disk.manifest import SegmentRecord
@@ -185,7 +185,7 @@ class Segment:
             raise DamagedError(f"{path} has {size} checksums where {count} belong: it was cut short or exchanged")
         if size > 1 << 32:
             raise DamagedError(f"{path} is too large for checksums")
-        found = np.array(Column(path, np.uint64, size, 1, np.zeros(0, np.uint64)).unchecked(), np.uint64).reshape(-1)
+        found = np.array(Column(path, np.uint64, size, 1, np.zeros(0, np.uint64)).unchecked(), np.uint64)
         if xxhash.xxh3_128_hexdigest(found.tobytes()) != self.record.checksum:
             raise DamagedError(f"{path} is damaged: copy it back from a backup, or build the store again")
         return found
@@ -239,18 +239,6 @@ class Segment:
         yield from (self.values, self.positions, self._spans, self._runs, self._sources)
         if self.keys is not None:
             yield self.keys
-
-    def key_pieces(self, keep: NDArray[np.bool_] | None = None) -> Iterator[tuple[Ids, Floats]]:
-        """Ids and keys in float32, piece by piece."""
-        if self.keys is None:
-            return
-        for start, end in pieces(self.rows):
-            rows = np.arange(start, end)
-            if keep is None:
-                yield self.ids_of(rows), np.asarray(self.keys.part(start, end), np.float32)
-            elif keep[start:end].any():
-                rows = rows[keep[start:end]]
-                yield self.ids_of(rows), np.asarray(self.keys.take(rows), np.float32)
 
 
 def _text(value: Any) -> str:

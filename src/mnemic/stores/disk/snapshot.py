@@ -131,28 +131,25 @@ class Snapshot:
         return np.where(there, owner[run], -1), row[run] + ids - first[run]
 
     def take(self, column: Callable[[Segment], Column | None], ids: Ids, into: NDArray[Any]) -> NDArray[Any]:
-        """The entries of a column for these ids, written `into` an array (n, width)."""
+        """The entries of a column for these ids, or what was `into` that array where there are none."""
+        first = self._runs[0]
+        if len(first) == 1 and (found := column(self.segments[0])) is not None:  # ids and rows rise together
+            return found.take(ids - first[0] if first[0] else ids)
         owners, rows = self.locate(ids)
-        if len(self.segments) == 1:
-            found = column(self.segments[0])
-            return into if found is None else found.take(rows)
-        for number, segment in enumerate(self.segments):
-            found = column(segment)
-            here = np.flatnonzero(owners == number)
-            if found is not None and len(here):
+        for number in np.flatnonzero(np.bincount(owners, minlength=1)):
+            if (found := column(self.segments[number])) is not None:
+                here = np.flatnonzero(owners == number)
                 into[here] = found.take(rows[here])
         return into
 
     def values_of(self, ids: Ids) -> NDArray[np.int64]:
         """The value of each row."""
-        found = self.take(lambda segment: segment.values, ids, np.empty((len(ids), 1), np.uint32))
-        return found.reshape(-1).astype(np.int64)
+        return self.take(lambda segment: segment.values, ids, np.empty(len(ids), np.uint32)).astype(np.int64)
 
     def keys_of(self, ids: Ids) -> NDArray[np.generic]:
         """The key of each row, as it is stored."""
-        return self.take(
-            lambda segment: segment.keys, ids, np.empty((len(ids), self.config.dim), key_type(self.config))
-        )
+        empty = np.empty((len(ids), self.config.dim), key_type(self.config))
+        return self.take(lambda segment: segment.keys, ids, empty).reshape(empty.shape)
 
     def __len__(self) -> int:
         return sum(segment.rows for segment in self.segments) - sum(count for _, count in self.manifest.deleted)
@@ -172,7 +169,7 @@ class Snapshot:
             used, local = np.unique(segment.sources_of(rows[here]), return_inverse=True)
             which[here] = local + len(sources)
             sources += [segment.sources[source] for source in used.tolist()]
-            positions[here] = segment.positions.take(rows[here]).reshape(-1)
+            positions[here] = segment.positions.take(rows[here])
         keep = all(self.segments[number].keys is not None for number in np.unique(owners).tolist())
         keys = self.keys_of(ids).astype(np.float32) if keep else None
         return Rows(keys, self.values_of(ids), References(sources, which, positions))
@@ -208,9 +205,9 @@ class Snapshot:
                 ids = segment.ids_of(rows)
                 keep = ids >= first_id if selection is None else selection[ids] & (ids >= first_id)
                 if keep.all():
-                    yield ids, np.asarray(segment.keys.part(start, end), np.float32)
+                    yield ids, np.asarray(segment.keys.part(start, end), np.float32).reshape(-1, self.config.dim)
                 elif keep.any():
-                    yield ids[keep], np.asarray(segment.keys.take(rows[keep]), np.float32)
+                    yield ids[keep], np.asarray(segment.keys.take(rows[keep]), np.float32).reshape(-1, self.config.dim)
 
     # Search
 
@@ -251,13 +248,13 @@ class Snapshot:
         self, index: Index, end: int, queries: Floats, k: int, selection: Selection | None, recall: float
     ) -> Nearest:
         """The nearest of the rows below `end`, which the index covers."""
-        lists, refine = index.dial(recall)
-        candidates = min(max(k, DEPTH) * refine if refine > 1 else k, index.faiss.ntotal)
+        lists, refine = index.dial(recall, k)
+        candidates = min(max(k, DEPTH) * refine if refine > 1 else k, index.rows)
         ids, scores = index.search(queries, candidates, lists, selection)
-        enough = min(k, index.faiss.ntotal if selection is None else int(selection[:end].sum()))
-        short = np.flatnonzero(ids[:, max(enough, 1) - 1] < 0)
-        if enough and len(short):  # there were too few rows in the lists it looked into
-            ids[short], scores[short] = index.search(queries[short], candidates, 1 << 30, selection)
+        enough = min(k, index.rows if selection is None else int(selection[:end].sum()))
+        while enough and lists < index.lists and (short := ids[:, enough - 1] < 0).any():
+            lists *= 8  # there were too few rows in the lists it looked into
+            ids[short], scores[short] = index.search(queries[short], candidates, lists, selection)
         return self._look_again(queries, ids, k) if refine > 1 else (ids, scores)
 
     def _look_again(self, queries: Floats, ids: Ids, k: int) -> Nearest:
@@ -284,9 +281,9 @@ class Snapshot:
         if missing > 0:
             ids = np.pad(ids, ((0, 0), (0, missing)), constant_values=-1)
             scores = np.pad(scores, ((0, 0), (0, missing)))
+        if ids.min() >= 0:
+            return Found(ids, scores, self.values_of(ids.reshape(-1)).reshape(ids.shape), np.ones(ids.shape, np.bool_))
         mask = ids >= 0
-        if mask.all():
-            return Found(ids, scores, self.values_of(ids.reshape(-1)).reshape(ids.shape), mask)
         ids[~mask], scores[~mask] = 0, -np.inf
         values = np.zeros(ids.shape, np.int64)
         values[mask] = self.values_of(ids[mask])

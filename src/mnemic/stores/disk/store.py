@@ -23,7 +23,7 @@ from mnemic.stores.disk.segments import COLUMNS, Segment, SegmentWriter, file_of
 from mnemic.stores.disk.snapshot import Snapshot, index_path
 
 SMALL = 1 << 16  # rows up to which segments are merged as they come
-MERGED = 1 << 22  # rows up to which `compact` puts them together
+MERGED = 1 << 24  # rows up to which `compact` puts them together
 
 _FILE = re.compile(r"(?:rows|index)-(\d{8})\.[a-z]+")
 

@@ -1,0 +1,128 @@
+"""One version of a store on Milvus: finding rows, and looking at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mnemic.errors import DamagedError, UsageError
+from mnemic.stores.base import Floats, Found, Ids, References, Rows, Where, nothing
+from mnemic.stores.milvus.index import DEPTH, SAMPLE, UNSETTLED, enough_lists, measure
+from mnemic.stores.milvus.manifest import Manifest
+from mnemic.stores.milvus.names import Names
+from mnemic.stores.milvus.server import EVERY_LIST, MESSAGE_BYTES, MOST_FOUND, ROWS, Server, both, one_of
+
+
+class Snapshot:
+    """The rows that are committed, as the manifest has them."""
+
+    def __init__(self, server: Server, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.names = Names(server, manifest)
+        self._server = server
+        self._settled = manifest.settled
+        self._meets_others = False  # whether searches meet rows that are not of this version
+
+    def _committed(self, rows: str = "") -> str:
+        """The filter for rows of this version that also fit another filter."""
+        return both(rows, self.names.alive(), f"id < {self.manifest.next_id}")
+
+    def search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
+        """The nearest rows; every one is looked at if `recall` is 1 or the search is confined."""
+        found = nothing(len(queries), k)
+        confined = self.names.filter(where)
+        limit = min(k, self.manifest.rows)
+        if confined is None or not limit:
+            return found
+        if limit > MOST_FOUND:
+            raise UsageError(f"k = {k}: Milvus finds at most {MOST_FOUND} rows for a query")
+        # Few lists hold few of the rows that a confined search may show: all of them are looked into.
+        lists = EVERY_LIST if confined else enough_lists(self.manifest.curve, recall)
+        hits = self._hits(queries, limit, confined, lists)
+        if lists < EVERY_LIST and any(len(row) < limit for row in hits):
+            hits = self._hits(queries, limit, confined, EVERY_LIST)
+        sign = -1 if self.manifest.config.metric == "l2" else 1
+        for query, row in enumerate(hits):
+            here = query, slice(len(row))
+            found.ids[here] = [hit["id"] for hit in row]
+            found.scores[here] = [sign * hit["distance"] for hit in row]
+            found.values[here] = [hit["entity"]["value"] for hit in row]
+            found.mask[here] = True
+        return found
+
+    def _hits(self, queries: Floats, limit: int, confined: str, lists: int) -> list[Any]:
+        """What the server finds among the rows of this version.
+
+        To leave others out by a filter costs a look at the number of each row. That is done only if one was met.
+        """
+        manifest = self.manifest
+        if lists == EVERY_LIST and manifest.index != "exact" and manifest.next_id - self._settled > UNSETTLED:
+            self._server.settle(manifest.config, manifest.index)
+            self._settled = manifest.next_id
+        if not self._meets_others:
+            rows = both(confined, self.names.alive())
+            hits = [*self._server.search(queries, limit, rows, lists, manifest.time)]
+            self._meets_others = any(hit["id"] >= manifest.next_id for row in hits for hit in row)
+            if not self._meets_others:
+                return hits
+        return [*self._server.search(queries, limit, self._committed(confined), lists, manifest.time)]
+
+    def get(self, ids: Ids) -> Rows:
+        """The rows of these numbers."""
+        dim, there = self.manifest.config.dim, dict[int, dict[str, Any]]()
+        wanted = np.unique(ids).tolist()
+        possible = [number for number in wanted if 0 <= number < self.manifest.next_id]
+        fields = ("id", "key", "value", "position", "source", "space")
+        step = max(1, min(MOST_FOUND, MESSAGE_BYTES // (4 * dim + 64)))
+        for start in range(0, len(possible), step):
+            filter = both(one_of("id", possible[start : start + step]), self.names.alive())
+            there |= {row["id"]: row for row in self._server.fetch(filter, fields, ROWS, self.manifest.time)}
+        for number in wanted:
+            if number not in there:
+                raise UsageError(f"no row has the number {number}: it was deleted, or never committed")
+        rows = [there[number] for number in ids.tolist()]
+        sources = self.names.sources({row["source"]: row["space"] for row in rows})
+        places = {number: place for place, number in enumerate(sources)}
+        for row in rows:
+            if row["source"] not in places:
+                raise DamagedError(f"row {row['id']} belongs to a document whose name is not there: verify the store")
+        keys = np.array([row["key"] for row in rows], np.float32).reshape(len(rows), dim)
+        values, positions = (np.array([row[name] for row in rows], np.int64) for name in ("value", "position"))
+        which = np.array([places[row["source"]] for row in rows], np.int64)
+        return Rows(keys, values, References([*sources.values()], which, positions))
+
+    def namespaces(self) -> dict[str, int]:
+        """How many rows each namespace has, those with none included."""
+        rows = {name: self._committed(one_of("space", [space])) for name, space in self.names.spaces().items()}
+        return {name: self._server.count(filter, ROWS, self.manifest.time) for name, filter in sorted(rows.items())}
+
+    def verify(self, progress: Callable[[int, int], None] | None) -> list[str]:
+        """Whether each row that was committed is there once, and its document and namespace have names."""
+        seen, expected, nameless = 0, self.manifest.rows, set[int]()
+        rows = self._committed("id >= 0")
+        for page in self._server.pages(rows, ("source", "space"), ROWS, self.manifest.time):
+            sources = {row["source"]: row["space"] for row in page}
+            nameless |= sources.keys() - self.names.sources(sources).keys()
+            seen += len(page)
+            if progress is not None:
+                progress(seen, expected)
+        there = self._server.count(rows, ROWS, self.manifest.time)
+        wrong = [f"document number {number} has rows and no name" for number in sorted(nameless)]
+        if not seen == there == expected:
+            wrong.append(f"{there} rows are there under {seen} numbers, where {expected} were committed")
+        return wrong
+
+    def curve(self) -> list[list[float]]:
+        """The recall of the index, measured with some of its rows as queries; none of them finds itself."""
+        some = np.random.default_rng(self.manifest.version).integers(0, self.manifest.next_id, SAMPLE).tolist()
+        sample = self._committed(one_of("id", some))
+        rows = self._server.fetch(sample, ("id", "key"), ROWS, self.manifest.time)
+        queries, own = np.array([row["key"] for row in rows], np.float32), [row["id"] for row in rows]
+
+        def nearest(lists: int) -> list[list[int]]:
+            hits = self._hits(queries, DEPTH + 1, "", lists)
+            return [[hit["id"] for hit in row if hit["id"] != id] for row, id in zip(hits, own, strict=True)]
+
+        return measure(nearest) if rows else []

@@ -1,0 +1,109 @@
+"""A build killed with SIGKILL and started again, again and again: the same rows as never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mnemic.stores import open_store
+
+KINDS = ("plain", "exact", "dropping")
+
+Rows = tuple[bytes, bytes, list[Any]]
+
+
+class Builds:
+    """The process that forks builds, and the rows of a build that was never stopped, for each kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.building_process"],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"},
+        )
+        self.outcomes: dict[str, Rows] = {}
+
+    def build(self, kind: str, out: Path, die_at: int = 0, kill_after: float | None = None) -> int:
+        """Builds in a child, which dies at a file operation or is killed after a time; its exit status."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        order = {"kind": kind, "out": str(out), "die_at": die_at, "kill_after": kill_after}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def never_stopped(self, kind: str) -> Rows:
+        if kind not in self.outcomes:
+            out = self.folder / kind
+            assert self.build(kind, out) == 0
+            self.outcomes[kind] = rows(out)
+        return self.outcomes[kind]
+
+
+def rows(path: Path) -> Rows:
+    """All rows of a store: keys, values, references; by their numbers, which are those from 0 on."""
+    with open_store(path) as store:
+        assert store.verify() == []
+        found = store.get(np.arange(len(store)))
+        assert found.keys is not None
+        places = [found.references[row] for row in range(len(store))]
+        return found.keys.tobytes(), found.values.tobytes(), places
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
+    made = Builds(tmp_path_factory.mktemp("killed"))
+    with made.process:  # closes its stdin at the end, on which it ends too
+        yield made
+    assert made.process.returncode == 0
+
+
+def check(builds: Builds, kind: str, out: Path) -> None:
+    assert rows(out) == builds.never_stopped(kind)
+    with open_store(out) as store, open_store(builds.folder / kind) as whole:
+        queries = np.random.default_rng(0).standard_normal((20, 16)).astype(np.float32)
+        found, expected = store.search(queries, 5, recall=1.0), whole.search(queries, 5, recall=1.0)
+        np.testing.assert_array_equal(found.ids, expected.ids)
+
+
+def test_the_builds_that_are_compared_are_worth_comparing(builds: Builds) -> None:
+    counts = {kind: len(builds.never_stopped(kind)[2]) for kind in KINDS}
+    assert counts["plain"] == counts["exact"] > 500
+    assert counts["plain"] // 4 < counts["dropping"] < counts["plain"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_at_random_file_operations(builds: Builds, tmp_path: Path, kind: str, seed: int) -> None:
+    draw, killed = random.Random(f"{kind}{seed}"), 0
+    builds.never_stopped(kind)
+    while (status := builds.build(kind, tmp_path / "s", die_at=draw.randrange(20, 160))) != 0:
+        assert status == -signal.SIGKILL
+        killed += 1
+        assert killed < 60
+    assert killed >= 2
+    check(builds, kind, tmp_path / "s")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_from_outside_at_random_moments(builds: Builds, tmp_path: Path, seed: int) -> None:
+    draw, kind = random.Random(seed), "plain"
+    for _ in range(10):
+        assert builds.build(kind, tmp_path / "s", kill_after=draw.uniform(0.02, 0.5)) in (0, -signal.SIGKILL)
+    assert builds.build(kind, tmp_path / "s") == 0
+    check(builds, kind, tmp_path / "s")

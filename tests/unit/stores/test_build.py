@@ -1,0 +1,265 @@
+"""Building a store: the same rows however often it is stopped, and nothing but what belongs together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mnemic
+import mnemic.stores.encode
+from mnemic.data import train_tokenizer
+from mnemic.errors import UsageError
+from mnemic.stores import References, StoreConfig, Where, open_store
+from mnemic.stores.build import Build, BuildConfig, add_to_store, check_maker
+from tests.unit.stores.building import BYTES, TEXTS, assert_same_rows, built, corpus, everything, small, tokens_of
+
+
+class Stop(Exception):
+    """As if the power had gone."""
+
+
+def build(path: Path, model: Any, stop_after: int | None = None, monkeypatch: Any = None, **options: Any) -> int:
+    """Builds into a store on disk, stopped before batch `stop_after` if given; how many batches were encoded."""
+    real, calls = mnemic.stores.encode.encode_group, 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if calls == stop_after:
+            raise Stop
+        calls += 1
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mnemic.stores.encode, "encode_group", counting)
+        settings = {"window": 8, "batch_size": 2, "commit_rows": 20, **options}
+        try:
+            mnemic.build_store(model, BYTES, corpus(), path, **settings).close()
+        except Stop:
+            assert stop_after is not None
+    return calls
+
+
+@pytest.mark.parametrize("options", [{}, {"max_probability": 0.004}, {"keys": "float32", "layer": "output"}])
+def test_stopped_anywhere_and_resumed_gives_the_same_rows(tmp_path: Path, monkeypatch: Any, options: Any) -> None:
+    model = small()
+    batches = build(tmp_path / "whole", model, monkeypatch=monkeypatch, **options)
+    assert batches > 8
+    whole = open_store(tmp_path / "whole")
+    assert 20 < len(whole) < 128 or (len(whole) == 128 and "max_probability" not in options)
+    for stop in range(batches):
+        path = tmp_path / str(stop)
+        assert build(path, model, stop, monkeypatch, **options) == stop
+        rest = build(path, model, monkeypatch=monkeypatch, **options)
+        with open_store(path) as resumed:
+            assert_same_rows(resumed, whole)
+    assert 0 < rest <= batches // 2, "what was committed is not encoded again"
+
+
+def test_resuming_again_and_again(tmp_path: Path, monkeypatch: Any) -> None:
+    model, path = small(), tmp_path / "often"
+    build(tmp_path / "whole", model, monkeypatch=monkeypatch)
+    for _ in range(20):
+        build(path, model, 4, monkeypatch)
+    with open_store(path) as often, open_store(tmp_path / "whole") as whole:
+        assert_same_rows(often, whole)
+
+
+def test_a_finished_build_does_nothing_but_say_so(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    model = small()
+    build(tmp_path / "s", model, monkeypatch=monkeypatch)
+    with open_store(tmp_path / "s") as store:
+        before = store.summary()
+    assert build(tmp_path / "s", model, monkeypatch=monkeypatch) == 0
+    assert "is finished: 128 rows; nothing to do" in capsys.readouterr().err
+    with open_store(tmp_path / "s") as store:
+        assert store.summary() == before
+
+
+def test_ctrl_c_commits_what_is_done(tmp_path: Path, monkeypatch: Any) -> None:
+    import os
+    import signal
+
+    real = mnemic.stores.encode.encode_group
+
+    def interrupted(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mnemic.stores.encode, "encode_group", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="the same call goes on"):
+            mnemic.build_store(small(), BYTES, corpus(), tmp_path / "s", window=8)
+    with open_store(tmp_path / "s") as store:
+        assert 0 < len(store) < 128
+    build(tmp_path / "s", small(), monkeypatch=monkeypatch, batch_size=8)
+    build(tmp_path / "whole", small(), monkeypatch=monkeypatch, batch_size=8)
+    with open_store(tmp_path / "s") as store, open_store(tmp_path / "whole") as whole:
+        assert_same_rows(store, whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"resume": False}, r"already holds \d+ rows: go on with resume = true, or choose another path"),
+        ({"model": small(1)}, "were made by another model"),
+        ({"tokenizer": train_tokenizer(corpus().documents("train"), "bpe", 259)}, "were made by another tokenizer"),
+        ({"corpus": corpus({**TEXTS, "a.txt": "changed"})}, "the text of tiny is not what it was"),
+        ({"window": 16}, r"window = 16 \(was 8\)"),
+        ({"batch_size": 3}, r"batch_size = 3 \(was 2\)"),
+        ({"namespace": "other"}, r"namespace = 'other' \(was 'default'\)"),
+        ({"layer": "output"}, r"layer = 'lm_head' \(was 'model.layers.1.mlp'\)"),
+        ({"max_probability": 0.5}, r"max_probability = 0.5 \(was 1.0\)"),
+        ({"metric": "ip"}, "was made with metric = 'l2', not 'ip'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_only_the_same_build_goes_on(tmp_path: Path, monkeypatch: Any, change: dict[str, Any], sentence: str) -> None:
+    build(tmp_path / "s", small(), 5, monkeypatch)
+    model, tokenizer, text = (
+        change.pop("model", small()),
+        change.pop("tokenizer", BYTES),
+        change.pop("corpus", corpus()),
+    )
+    with pytest.raises(UsageError, match=sentence):
+        mnemic.build_store(model, tokenizer, text, tmp_path / "s", **{"window": 8, "batch_size": 2, **change})
+    build(tmp_path / "s", small(), monkeypatch=monkeypatch)  # nothing was changed, and the lock was let go
+
+
+def test_another_memory_is_another_model(tmp_path: Path) -> None:
+    model = mnemic.augment(small(), mnemic.MemoryTokens(count=2))
+    mnemic.build_store(model, BYTES, corpus(), tmp_path / "s").close()
+    with pytest.raises(UsageError, match="memory = ''"):
+        mnemic.build_store(small(), BYTES, corpus(), tmp_path / "s")
+    with open_store(tmp_path / "s") as store:
+        check_maker(store, model, BYTES)
+        with pytest.raises(UsageError, match="other memories in the model"):
+            check_maker(store, small(), BYTES)
+        check_maker(store, small(), BYTES, ["model"])
+
+
+def test_rows_of_others_end_a_build(tmp_path: Path, monkeypatch: Any) -> None:
+    for count in (1, 18):  # 18: the number of rows of a batch
+        path = tmp_path / str(count)
+        build(path, small(), 5, monkeypatch)
+        with open_store(path) as store:
+            store.add(np.ones((count, 16)), np.ones(count, int), References.of("foreign", np.arange(count)))
+            store.commit()
+        with pytest.raises(UsageError, match="holds rows that this build has not put there"):
+            build(path, small(), monkeypatch=monkeypatch)
+    with open_store(tmp_path / "by-hand", StoreConfig(dim=16)) as store:
+        store.commit()
+    with pytest.raises(UsageError, match="was not made by a build"):
+        build(tmp_path / "by-hand", small(), monkeypatch=monkeypatch)
+
+
+def test_the_tokenised_text_is_kept_where_asked(tmp_path: Path) -> None:
+    for _ in range(2):
+        mnemic.build_store(small(), BYTES, corpus(), tmp_path / "s", tokens=str(tmp_path / "tokens")).close()
+    assert (tmp_path / "tokens/tokens.bin").exists()
+
+
+# Leaving out what the model knows
+
+
+@torch.no_grad()
+def test_rows_that_the_model_foresees_are_left_out() -> None:
+    model = small()
+    with torch.no_grad():
+        model.lm_head.weight *= 20
+    probabilities = []
+    for text in TEXTS.values():
+        tokens = tokens_of(text)
+        chances = model(input_ids=torch.tensor([tokens[:-1]])).logits[0].double().softmax(-1)
+        probabilities += [float(chances[place, token]) for place, token in enumerate(tokens[1:])]
+    limit = float(np.median(probabilities))
+    whole, part = built(model), built(model, max_probability=limit)
+    kept = [number for number, chance in enumerate(probabilities) if chance <= limit]
+    rows, chosen = whole.get(kept), everything(part)
+    np.testing.assert_allclose(chosen[0], rows.keys, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(chosen[1], rows.values)
+    assert chosen[2] == [everything(whole)[2][number] for number in kept]
+    task = Build(model, BYTES, corpus(), "ram:", BuildConfig(max_probability=limit))
+    task.run()
+    paid = [-np.log(chance) for chance in probabilities if chance > limit]
+    assert (task.report["rows"], task.report["dropped"]) == (len(kept), len(paid))
+    assert task.report["dropped_loss"] == pytest.approx(np.mean(paid), rel=1e-4)
+
+
+# Adding
+
+
+def test_adding_a_text_gives_the_rows_of_building_it(tmp_path: Path) -> None:
+    model = small()
+    (tmp_path / "more.txt").write_text("one more text\nof two lines")
+    store = mnemic.build_store(model, BYTES, corpus(), tmp_path / "s", window=8, batch_size=2)
+    report = add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), namespace="alice", batch_size=2)
+    assert (report["added"], report["replaced"], report["rows"]) == (27, 0, 155)
+    alone = mnemic.build_store(model, BYTES, str(tmp_path / "more.txt"), "ram:", split="all", window=8, batch_size=2)
+    added = store.get(np.arange(128, 155))
+    np.testing.assert_array_equal(added.keys, everything(alone)[0])
+    np.testing.assert_array_equal(added.values, everything(alone)[1])
+    assert added.references[26] == (("more.txt", "alice"), 26)
+    with pytest.raises(UsageError, match=r"already has the document 'more.txt' in the namespace 'alice'"):
+        add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), namespace="alice")
+    add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), namespace="bob")
+    (tmp_path / "more.txt").write_text("shorter")
+    assert (
+        add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), namespace="bob", replace=True)["replaced"] == 27
+    )
+    assert store.summary().namespaces == {"default": 128, "alice": 27, "bob": 8}
+    with pytest.raises(UsageError, match="another model"):
+        add_to_store(store, small(1), BYTES, str(tmp_path / "more.txt"))
+    store.close()
+    mnemic.build_store(model, BYTES, corpus(), tmp_path / "s", window=8, batch_size=2).close()  # finished as before
+
+
+def test_an_interrupted_addition_adds_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    model, real, calls = small(), mnemic.stores.encode.encode_group, iter(range(3))
+    store = mnemic.build_store(model, BYTES, corpus(), tmp_path / "s")
+    (tmp_path / "more.txt").write_text("abc " * 1000)
+
+    def failing(*args: Any) -> Any:
+        if next(calls, None) is None:
+            raise Stop
+        return real(*args)
+
+    monkeypatch.setattr(mnemic.stores.encode, "encode_group", failing)
+    with store, pytest.raises(Stop):
+        add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), batch_size=1)
+    with open_store(tmp_path / "s") as again:
+        assert len(again) == 128
+        assert again.delete(Where.document("more.txt")) == 0
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"window": 0}, "window = 0: expected 1 or more"),
+        ({"window": 8, "min_context": 8}, "min_context = 8: expected less than window = 8"),
+        ({"max_probability": 0.0}, "max_probability = 0.0"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"keys": "codes", "index": "exact"}, "needs the keys"),
+        ({"windw": 3}, "did you mean 'window'"),
+        ({"dim": 7}, "dim = 7: the keys of model.layers.1.mlp have 16 numbers"),
+    ],
+)
+def test_settings_that_cannot_work(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        built(small(), **options)
+
+
+def test_opening_a_store_needs_no_torch() -> None:
+    code = (
+        "import sys; from mnemic.stores import open_store, StoreConfig; open_store('ram:', StoreConfig(dim=2)); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
