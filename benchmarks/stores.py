@@ -176,7 +176,7 @@ def part_search_compressed(options: argparse.Namespace) -> dict[str, Any]:
     def search(some: Any, k: int) -> None:
         lists, refine = index.dial(0.95, k)
         parameters = faiss.IndexRefineSearchParameters(
-            k_factor=max(k, 32) * refine / k, base_index_params=faiss.SearchParametersIVF(nprobe=lists)
+            k_factor=index.candidates(k, refine) / k, base_index_params=faiss.SearchParametersIVF(nprobe=lists)
         )
         both.search(some, k, params=parameters)
 

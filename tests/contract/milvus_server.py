@@ -25,7 +25,17 @@ import pytest
 STARTS, SECONDS, STEP = 3, 120, 0.2
 ROOT = Path(__file__).parents[2]
 # Milvus looks after its work in intervals: shorter ones make tests faster, and change nothing else.
-HASTE = {"queryCoord.checkInterval": 100, "queryCoord.distPullInterval": 100, "common.session.ttl": 3}
+HASTE = {
+    "queryCoord.checkInterval": 100,
+    "queryCoord.checkSegmentInterval": 100,
+    "queryCoord.checkChannelInterval": 100,
+    "queryCoord.checkIndexInterval": 100,
+    "queryCoord.distPullInterval": 100,
+    "queryCoord.leaderViewUpdateInterval": 1,
+    "queryCoord.UpdateNextTargetInterval": 1,
+    "dataCoord.compaction.check.interval": 1,
+    "common.session.ttl": 3,
+}
 
 
 def skip_without_milvus() -> None:
@@ -101,6 +111,7 @@ def launch(folder: Path, port: int) -> tuple[object, str]:
     from milvus import MilvusServer, MilvusServerConfig
 
     config = MilvusServerConfig(data_dir=str(folder))
+    config.try_bind_port = bound
     names = [name for name in config.configurable_items if name.endswith("_port")]
     *ports, client, peer, web = free_ports(len(names) + 3)
     config.update(**dict(zip(names, ports, strict=True)) | ({"proxy_port": port} if port else {}))
@@ -114,25 +125,30 @@ def launch(folder: Path, port: int) -> tuple[object, str]:
         "initial-advertise-peer-urls": peer,
     }
     (folder / "etcd.yaml").write_text(json.dumps(etcd))  # JSON is YAML
-    os.environ["ETCD_CONFIG_PATH"] = str(folder / "etcd.yaml")
-    for name, value in HASTE.items():
-        config.set(name, value)
+    settings = {"etcd.config.path": folder / "etcd.yaml", **HASTE}
+    os.environ.update({name.replace(".", "_").upper(): str(value) for name, value in settings.items()})
     server = MilvusServer(config, wait_for_started=False)
     server.webservice_port = web
     server.start()
+    (folder / "process").write_text(str(server.server_proc.pid))
     return server, f"milvus://127.0.0.1:{server.listen_port}"
 
 
 def free_ports(count: int) -> list[int]:
     """Ports of this machine that nobody listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    sockets = [bound(0) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def bound(port: int) -> socket.socket:
+    """A socket on a port, also on one whose last server has just ended."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.bind(("127.0.0.1", port))
+    return one
 
 
 def wait_until_healthy(server: object, parent: int) -> bool:

@@ -1,4 +1,4 @@
-"""Forks processes that write to a store, each to be killed: imports FAISS once, then obeys lines of JSON on stdin.
+"""Forks processes that write to a store, each to be killed: imports what is slow once, then obeys JSON on stdin.
 
 {"folder", "config", "seed", "die_at", "after", "kill_after"}: a child performs the history of that seed, or of several,
 on the store. It kills itself with SIGKILL just before (or `after`) its `die_at`-th call that touches a file, or is
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 import mnemic.stores.disk.indexing
@@ -117,13 +118,18 @@ class Model:
         self.coming, self.coming_id = dict(self.committed), self.next_id
 
 
+def touches_a_file(function: Any) -> bool:
+    """Whether a built-in function that is called works on a file; a text has a `replace` too."""
+    return function.__name__ in FILE_CALLS and not isinstance(function.__self__, str)
+
+
 def die_at(call: int, after: bool) -> None:
     """From now on, kills this process at its `call`-th call that touches a file."""
     seen, moment = 0, "c_return" if after else "c_call"
 
     def watch(_: object, event: str, function: Any) -> None:
         nonlocal seen
-        if event == moment and function.__name__ in FILE_CALLS:
+        if event == moment and touches_a_file(function):
             seen += 1
             if seen == call:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -170,6 +176,7 @@ def obey(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)
     for module, name, value in EARLY:
         setattr(module, name, value)
     for line in sys.stdin:

@@ -92,7 +92,7 @@ def test_the_builds_that_are_compared_are_worth_comparing(builds: Builds) -> Non
 def test_killed_at_random_file_operations(builds: Builds, tmp_path: Path, kind: str, seed: int) -> None:
     draw, killed = random.Random(f"{kind}{seed}"), 0
     builds.never_stopped(kind)
-    while (status := builds.build(kind, tmp_path / "s", die_at=draw.randrange(20, 160))) != 0:
+    while (status := builds.build(kind, tmp_path / "s", die_at=draw.randrange(40, 150))) != 0:
         assert status == -signal.SIGKILL
         killed += 1
         assert killed < 60

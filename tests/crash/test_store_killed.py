@@ -24,7 +24,7 @@ from mnemic.errors import MnemicError, UsageError
 from mnemic.files import TEMPORARY
 from mnemic.stores import Where, open_store
 
-from .store_process import CONFIGS, DIM, EARLY, FILE_CALLS, NAMESPACES, Model, Operation, State, history, perform
+from .store_process import CONFIGS, DIM, EARLY, NAMESPACES, Model, Operation, State, history, perform, touches_a_file
 
 KILLS = int(os.environ.get("MNEMIC_KILLS", "500"))
 TRIES_ON_ONE_STORE = 20
@@ -214,7 +214,7 @@ def interrupted_at(call: int, store: Any, operations: list[Operation]) -> int:
 
     def watch(_: object, event: str, function: Any) -> None:
         nonlocal seen
-        if event == "c_call" and function.__name__ in FILE_CALLS:
+        if event == "c_call" and touches_a_file(function):
             seen += 1
             if seen == call:
                 raise KeyboardInterrupt

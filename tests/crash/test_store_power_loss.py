@@ -20,7 +20,7 @@ import pytest
 
 from mnemic.stores import open_store
 
-from .store_process import CONFIGS, EARLY, FILE_CALLS, Model, Operation, State, history, perform
+from .store_process import CONFIGS, EARLY, Model, Operation, State, history, perform, touches_a_file
 from .test_store_killed import assert_holds, disk, holds  # noqa: F401 (a fixture)
 
 LOSSES = int(os.environ.get("MNEMIC_POWER_LOSSES", "400"))
@@ -89,7 +89,7 @@ class Recorder:
         self.events.append(("fsync", self._files[os.fstat(descriptor).st_ino], None))
 
     def profile(self, _: object, event: str, function: Any) -> None:
-        if event == "c_return" and function.__name__ in FILE_CALLS:
+        if event == "c_return" and touches_a_file(function):
             self.look()
 
 

@@ -61,7 +61,7 @@ def open_store(
 
     scheme = re.match("([a-z0-9]+):", str(address))
     kind = scheme[1] if scheme else "disk"
-    store: Store = registry().load(kind)(str(address), config, **options)
+    store: Store = _class_of(kind)(str(address), config, **options)
     try:
         check_origin(store, model, tokenizer, override)
         if config is not None:
@@ -70,6 +70,18 @@ def open_store(
         store.close()
         raise
     return store
+
+
+def _class_of(kind: str) -> type[Store]:
+    """The class of a kind; only its own module is imported, so that what another kind lacks does not matter."""
+    try:
+        module = importlib.import_module(f"{__name__}.{kind}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{kind}":
+            raise
+        module = None
+    found = getattr(module, f"{kind.capitalize()}Store", None)
+    return registry().load(kind) if found is None else found
 
 
 def _same(store: Store, config: StoreConfig) -> None:

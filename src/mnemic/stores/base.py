@@ -178,8 +178,11 @@ class Store(ABC):
         """Makes what was added and deleted durable and visible; returns the version. `index=False` leaves the index."""
 
     @abstractmethod
-    def compact(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Rewrites the store without deleted rows and old versions: nothing of them is in any file afterwards."""
+    def compact(self, progress: Callable[[int, int], None] | None = None, rebuild: bool = False) -> int:
+        """Rewrites the store without deleted rows and old versions: nothing of them is in any file afterwards.
+
+        `rebuild` makes the index anew as well.
+        """
 
     @abstractmethod
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
@@ -196,6 +199,11 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Lets go of files, locks and connections; what was not committed is dropped."""
+
+    @property
+    @abstractmethod
+    def next_id(self) -> int:
+        """The number of the next row to be committed: how many rows there ever were."""
 
     @abstractmethod
     def __len__(self) -> int:

@@ -75,7 +75,6 @@ class Reading(Config):
     batch_size: int = option(0, "windows at once")
     namespace: str = option("", "whom the rows belong to")
     max_probability: float = option(1.0, "rows whose token the model gave more were left out")
-    memory: str = option("", "checksum of the model's memories")
 
     @classmethod
     def of(cls, origin: Origin) -> Reading | None:
@@ -110,7 +109,7 @@ class Build:
 
     def __init__(self, model: Any, tokenizer: Any, corpus: Any, path: str | Path, config: BuildConfig) -> None:
         from mnemic.data import tokenize_corpus
-        from mnemic.stores.encode import Encoder, KeyWindows, documents_of, memory_fingerprint, window_of
+        from mnemic.stores.encode import Encoder, KeyWindows, documents_of, window_of
         from mnemic.stores.origin import origin_of
 
         self.model, self.tokenizer, self.path, self.config = model, tokenizer, str(path), config
@@ -128,7 +127,6 @@ class Build:
             batch_size=config.batch_size,
             namespace=config.namespace,
             max_probability=config.max_probability,
-            memory=memory_fingerprint(model),
         )
         origin = origin_of(
             model, tokenizer, layer=self.encoder.layer, corpus=self.reading.text_for_origin(), context=window
@@ -166,7 +164,7 @@ class Build:
 
     def _check(self, store: Store) -> None:
         """Refuses a store of another build."""
-        if rows_ever_added(store) and not self.config.resume:
+        if store.next_id and not self.config.resume:
             raise UsageError(
                 f"{self.path} already holds {len(store):,} rows: go on with resume = true, or choose another path"
             )
@@ -193,7 +191,7 @@ class Build:
 
     def batches_done(self, store: Store) -> int:
         """How many batches are in the store already."""
-        if rows_ever_added(store) == 0:
+        if store.next_id == 0:
             return 0
         if self.config.max_probability < 1:
             return self._batches_up_to_last_row(store)
@@ -202,7 +200,7 @@ class Build:
         rows = 0
         for number, group in enumerate(self.windows.groups(), start=1):
             rows += row_count(group)
-            if rows == min(rows_ever_added(store), self.total):
+            if rows == min(store.next_id, self.total):
                 self._check_last_row(store, rows - 1, group)
                 return number
         raise self._foreign_rows()
@@ -224,7 +222,7 @@ class Build:
     def _batches_up_to_last_row(self, store: Store) -> int:
         """Where rows are left out their number says little; the last one's reference says how far a build has come."""
         try:
-            source, position = store.get([rows_ever_added(store) - 1]).references[0]
+            source, position = store.get([store.next_id - 1]).references[0]
         except UsageError:
             raise self._foreign_rows() from None
         corpus = self.windows.corpus
@@ -270,7 +268,7 @@ class Build:
         self.report = self._report(store, seen - before, time.monotonic() - started, dropped_loss)
 
     def _report(self, store: Store, seen: int, seconds: float, dropped_loss: float) -> dict[str, Any]:
-        summary, dropped = store.summary(), max(0, self.total - rows_ever_added(store))
+        summary, dropped = store.summary(), max(0, self.total - store.next_id)
         report: dict[str, Any] = {
             "store": self.path,
             "rows": summary.rows,
@@ -307,9 +305,10 @@ def add_to_store(
     from mnemic.data import tokenize_corpus
     from mnemic.stores.base import Where
     from mnemic.stores.encode import Encoder, KeyWindows, documents_of, encode_group, window_of
+    from mnemic.stores.origin import check_origin
     from mnemic.train.terminal import progress_bar
 
-    check_maker(store, model, tokenizer, override)
+    check_origin(store, model, tokenizer, override)
     origin = Origin.from_dict(dict(store.config.origin))
     was = Reading.of(origin)
     if not origin.layer:
@@ -334,21 +333,6 @@ def add_to_store(
     return {"store": store.address, "documents": len(tokens), "added": added, "replaced": replaced, "rows": len(store)}
 
 
-def check_maker(store: Store, model: Any, tokenizer: Any, override: Iterable[str] = ()) -> None:
-    """Refuses a model, with its memories, or a tokenizer that did not make the store, but for what `override` names."""
-    from mnemic.stores.encode import memory_fingerprint
-    from mnemic.stores.origin import check_origin
-
-    override = [*override]
-    check_origin(store, model, tokenizer, override)
-    was = Reading.of(Origin.from_dict(dict(store.config.origin)))
-    if was is not None and "model" not in override and was.memory != memory_fingerprint(model):
-        raise UsageError(
-            f"the rows of {store.address} were made with other memories in the model than it has now: what is found "
-            'would be wrong. Give the model as it was, or override=["model"]'
-        )
-
-
 def _refuse_known(store: Store, where: Any, name: str) -> None:
     """UsageError if the store has rows of any of these documents."""
     import numpy as np
@@ -360,8 +344,3 @@ def _refuse_known(store: Store, where: Any, name: str) -> None:
             f"{store.address} already has the document {source.document!r} in the namespace {source.namespace!r}: "
             f"replace it (--replace), or add {name} under another namespace"
         )
-
-
-def rows_ever_added(store: Store) -> int:
-    """How many rows a store has been given, those deleted since included: the number that the next one gets."""
-    return getattr(store, "next_id", len(store))

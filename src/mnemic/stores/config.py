@@ -15,6 +15,7 @@ class Origin(Config):
 
     model: str = option("", "name of the model that made the keys")
     model_fingerprint: str = option("", "checksum of its weights")
+    memory_fingerprint: str = option("", "checksum of the memories in it")
     tokenizer: str = option("", "name of the tokenizer")
     tokenizer_fingerprint: str = option("", "checksum of its vocabulary and rules")
     layer: str = option("", "the module whose input the keys are")

@@ -19,7 +19,6 @@ An XL cache is not used: a key looks back on its window, and on nothing that ano
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from mnemic.data import CORPORA, Corpus, Document, open_corpus
@@ -281,14 +279,3 @@ def window_of(model: Any, window: int | None, min_context: int | None) -> tuple[
     if context >= window:
         raise UsageError(f"min_context = {context}: expected less than window = {window}")
     return window, context
-
-
-def memory_fingerprint(model: Any) -> str:
-    """A checksum of the memories in a model, "" if it has none; keys depend on them as on any weight."""
-    memory = getattr(model, "memory", None)
-    if memory is None:
-        return ""
-    from mnemic.hf.fingerprint import fingerprint
-
-    settings = json.dumps({name: handle.config.to_dict() for name, handle in memory.handles.items()}, sort_keys=True)
-    return xxhash.xxh3_128_hexdigest((fingerprint(memory) + settings).encode())

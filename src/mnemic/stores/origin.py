@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
+
+import xxhash
 
 from mnemic.errors import UsageError, unknown_name
 from mnemic.stores.base import Store
@@ -19,11 +22,23 @@ def origin_of(model: Any, tokenizer: Any, **more: Any) -> Origin:
         from mnemic.hf.fingerprint import fingerprint
 
         found |= {"model": model.config._name_or_path, "model_fingerprint": fingerprint(model)}
+        found["memory_fingerprint"] = memory_fingerprint(model)
     if tokenizer is not None:
         from mnemic.data import tokenizer_fingerprint
 
         found |= {"tokenizer": tokenizer.name_or_path, "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
     return Origin(**found, **more)
+
+
+def memory_fingerprint(model: Any) -> str:
+    """A checksum of the memories in a model, "" if it has none; keys depend on them as on any weight."""
+    memory = getattr(model, "memory", None)
+    if memory is None:
+        return ""
+    from mnemic.hf.fingerprint import fingerprint
+
+    settings = json.dumps({name: handle.config.to_dict() for name, handle in memory.handles.items()}, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest((fingerprint(memory) + settings).encode())
 
 
 def check_origin(store: Store, model: Any, tokenizer: Any, override: Iterable[str]) -> None:
@@ -42,3 +57,8 @@ def check_origin(store: Store, model: Any, tokenizer: Any, override: Iterable[st
                 f"fingerprint {made[:12]}) than this one ({getattr(asked, what) or 'unnamed'}, {wanted[:12]}): what it "
                 f'finds would be wrong. Build a store with this {what}, or open it with override=["{what}"]'
             )
+    if asked.model_fingerprint and there.model_fingerprint and asked.memory_fingerprint != there.memory_fingerprint:
+        raise UsageError(
+            f"the rows of {store.address} were made with other memories in the model than it has now: what it finds "
+            'would be wrong. Give the model as it was, or override=["model"]'
+        )

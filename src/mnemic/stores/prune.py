@@ -1,7 +1,7 @@
 """A smaller store beside a store: rows that only repeat a row near them are left out, and the cost of it is measured.
 
-This is the greedy merging of He et al. (arXiv 2109.04212) with a bound on the distance: in the order of their numbers, a
-row is left out if one of its nearest rows has the same token, is no further than `closer` times the usual distance
+This is the greedy merging of He et al. (arXiv 2109.04212) with a bound on the distance: in the order of their numbers,
+a row is left out if one of its nearest rows has the same token, is no further than `closer` times the usual distance
 between neighbours, and has been kept. That one has a single vote where there were several, since a store has no
 weights; the report says how much of the answers this changes.
 
@@ -24,14 +24,13 @@ from numpy.typing import NDArray
 from mnemic.config import Config, option
 from mnemic.errors import UsageError
 from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store
-from mnemic.stores.build import rows_ever_added
 from mnemic.stores.context import surviving
 
 BLOCK = 4096  # rows looked at in one go
 SAMPLE = 1000  # rows whose neighbours tell what distance is usual
 EQUAL = 1e-3  # share of a usual distance below which two keys differ by rounding only
 SAMPLED_WINDOWS = 64  # windows of a held-out text from which contexts are taken
-UNDECIDED, KEPT, DROPPED = 0, 1, 2
+KEPT, DROPPED = 1, 2  # and 0 for rows that are not decided on yet
 
 
 @dataclass(kw_only=True)
@@ -39,8 +38,7 @@ class PruneConfig(Config):
     """Which rows are left out, and how the cost of it is measured."""
 
     closer: float = option(
-        0.5,
-        "leave out a row if one of its token is within this share of the usual distance; 0: only if equal",
+        0.5, "leave out a row if another of its token is within this share of the usual distance; 0: only equal ones"
     )
     neighbours: int = option(8, "nearest rows among which one to stay for it is looked for")
     k: int = option(16, "nearest rows that vote, where the cost is measured")
@@ -90,7 +88,7 @@ def prune_store(
         raise UsageError(f"{store.address} has no rows: there is nothing to prune")
     pruned = open_store(path, store.config)
     try:
-        if rows_ever_added(pruned):
+        if pruned.next_id:
             raise UsageError(f"{path} has rows already: choose a path where there is no store yet")
         usual = usual_distance(store)
         pending = 0
@@ -115,7 +113,7 @@ def prune_store(
 
 def usual_distance(store: Store) -> float:
     """The median distance of a row to the nearest other one that is not equal to it, over a sample of the store."""
-    spread = np.unique(np.linspace(0, rows_ever_added(store) - 1, 4 * SAMPLE).astype(np.int64))
+    spread = np.unique(np.linspace(0, store.next_id - 1, 4 * SAMPLE).astype(np.int64))
     parts = [(ids, rows.keys) for ids, rows in surviving(store, spread) if rows.keys is not None]
     ids, keys = (np.concatenate([part[column] for part in parts]) for column in (0, 1))
     some = np.linspace(0, len(ids) - 1, min(SAMPLE, len(ids))).astype(np.int64)
@@ -129,7 +127,7 @@ def usual_distance(store: Store) -> float:
 
 def _kept_rows(store: Store, config: PruneConfig, radius: float) -> Iterator[tuple[Rows, int]]:
     """The rows that stay, block by block, and how many were looked at for each."""
-    end = rows_ever_added(store)
+    end = store.next_id
     with tempfile.TemporaryFile() as file:
         file.truncate(end)
         fate = np.memmap(file, np.uint8, "r+", shape=(end,))  # on disk, like all that grows with the store
@@ -146,7 +144,7 @@ def _decide(store: Store, ids: Ids, rows: Rows, fate: NDArray[np.uint8], neighbo
     same = found.mask & (found.values == rows.values[:, None]) & (_distances(store, keys, found) <= radius)
     for number, id in enumerate(ids.tolist()):
         near = found.ids[number][same[number]]
-        fate[id] = DROPPED if (fate[near[near < id]] == KEPT).any() else KEPT
+        fate[id] = DROPPED if (fate[near] == KEPT).any() else KEPT
 
 
 def _distances(store: Store, keys: Floats, found: Found) -> NDArray[np.float64]:

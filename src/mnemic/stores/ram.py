@@ -62,7 +62,7 @@ class RamStore(Store):
         self._added, self._deleted = [], []
         return self.version
 
-    def compact(self, progress: Callable[[int, int], None] | None = None) -> int:
+    def compact(self, progress: Callable[[int, int], None] | None = None, rebuild: bool = False) -> int:
         return self.commit()
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
@@ -118,6 +118,10 @@ class RamStore(Store):
 
     def close(self) -> None:
         self._added, self._deleted = [], []
+
+    @property
+    def next_id(self) -> int:
+        return self._next - sum(len(rows[0]) for rows in self._added)
 
     def __len__(self) -> int:
         return len(self._ids)

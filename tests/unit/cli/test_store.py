@@ -184,7 +184,9 @@ def test_a_model_that_moved_is_asked_for(store: Path, run: Path, corpus: Path, t
 
 def test_contexts_on_a_line() -> None:
     assert one_line("a\n    b\t c  d\r\n\n e") == "a⏎b c d⏎e"
+    assert one_line("\x1b[2Jgone\x07 \u202eback") == "\ufffd[2Jgone\ufffd \ufffdback"
     assert visible("\n") == "⏎"
+    assert visible("\x1b") == "\ufffd"
     assert visible("    ") == "␣␣␣␣"
     assert visible(" word") == " word"
     long = Context(0, Source("folder/" * 20 + "name.txt"), 7, "before " * 40, " word", "after " * 40)

@@ -98,10 +98,13 @@ def test_scores_are_true_where_keys_are_kept(tmp_path: Path) -> None:
 def test_the_dial(tmp_path: Path) -> None:
     store, exact = pair(tmp_path / "s", 6000, index="IVF64,Flat")
     curve = store.summary().index["curve"]
-    assert curve == sorted(curve) and curve[-1][2] > 0.99 and curve[0][2] < curve[-1][2]
+    assert curve == sorted(curve)
+    assert curve[-1][2] > 0.99
+    assert curve[0][2] < curve[-1][2]
     queries = clustered(60, seed=3)
     low, high = (recall(store, exact, queries, 32, recall=dial) for dial in (curve[0][2], 0.99))
-    assert low < high and high > 0.97
+    assert low < high
+    assert high > 0.97
     assert recall(store, exact, queries, 32, recall=1.0) == 1.0
     store.close()
 
@@ -161,14 +164,17 @@ def test_codes_only(tmp_path: Path) -> None:
     before = recall(store, exact, queries, 32)
     assert before > 0.5
     row = store.get([3])
-    assert row.keys is None and row.values.tolist() == [3]
+    assert row.keys is None
+    assert row.values.tolist() == [3]
     with open_store(tmp_path / "s") as reader:
         for one in (store, exact):
             one.delete("red")
             one.commit()
         store.compact()
-        assert len(reader) == 4000 and reader.search(queries, 3).mask.all(), "its files are open"
-    assert len(store) == 2000 and store.summary().index["rows"] == 2000
+        assert len(reader) == 4000
+        assert reader.search(queries, 3).mask.all(), "its files are open"
+    assert len(store) == 2000
+    assert store.summary().index["rows"] == 2000
     assert recall(store, exact, queries, 32) > before - 0.1
     assert recall(store, exact, queries, 32, where="red") == 0
     store.close()
@@ -202,7 +208,8 @@ def test_old_versions(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no version 7: it has 0, 1, 2"):
         open_store(tmp_path / "s", version=7)
     store.compact()
-    assert len(old) == 100 and old.get([0]).references[0][0] == Source("d0", "red"), "an open version stays"
+    assert len(old) == 100
+    assert old.get([0]).references[0][0] == Source("d0", "red"), "an open version stays"
     with pytest.raises(UsageError, match="no version 1"):
         open_store(tmp_path / "s", version=1)
     old.close()

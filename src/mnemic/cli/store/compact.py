@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 
 from mnemic.cli.store.opening import add_store, bytes_in_words
-from mnemic.errors import UsageError
 
 EXAMPLE = """  mnemic store compact python.store
   mnemic store compact python.store --rebuild       makes a damaged index anew from the rows"""
@@ -32,9 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
             bar.update(done - bar.n)
 
         before = store.summary().bytes
-        if arguments.rebuild and "rebuild" not in inspect.signature(store.compact).parameters:
-            raise UsageError(f"{arguments.store} has no index of its own that could be made anew: leave out --rebuild")
-        version = store.compact(progress, **({"rebuild": True} if arguments.rebuild else {}))
+        version = store.compact(progress, arguments.rebuild)
         after = store.summary()
     if arguments.json:
         report = {"store": arguments.store, "version": version, "rows": after.rows}

@@ -39,7 +39,7 @@ def named_model(name: str) -> tuple[Any, Any, str]:
 
 def model_of(store: Store, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The model and tokenizer that made a store, or those given in their place, which must be the same."""
-    from mnemic.stores.build import check_maker
+    from mnemic.stores.origin import check_origin
 
     name = arguments.model or store.config.origin.get("model")
     if not name:
@@ -49,7 +49,7 @@ def model_of(store: Store, arguments: argparse.Namespace) -> tuple[Any, Any]:
     except UsageError as error:
         hint = "" if arguments.model else "; the store names this model: say where it is now with --model"
         raise UsageError(f"{error}{hint}") from None
-    check_maker(store, model, tokenizer, overridden(arguments))
+    check_origin(store, model, tokenizer, overridden(arguments))
     return model, tokenizer
 
 

@@ -27,6 +27,8 @@ EXAMPLE = """  mnemic store search python.store "def __init__(self"
 
 NARROWEST, USUAL = 72, 118
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's options."""
@@ -99,7 +101,7 @@ def in_words(text: str, rows: int, metric: str, places: list[Context], scores: l
     tally = Counter(visible(place.word).strip(" ") for place in places)
     followed = ", ".join(f"{_marked(word, colours)} {count}" for word, count in tally.most_common(5))
     heads = ("distance" if metric == "l2" else "score"), "document:token"
-    names = [shortened(f"{place.source.document}:{place.position}", width // 5) for place in places]
+    names = [shortened(f"{one_line(place.source.document)}:{place.position}", width // 5) for place in places]
     figures = [f"{distance(metric, score):.2f}" for score in scores]
     first, second = (max(map(len, (head, *cells))) for head, cells in zip(heads, (figures, names), strict=True))
     lines = [
@@ -123,8 +125,8 @@ def _line(place: Context, room: int, colours: bool) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text on one line: line ends marked, white space drawn together."""
-    return re.sub(r"[ \t]+", " ", re.sub(r"\s*\n\s*", "⏎", text))
+    """A text on one line: line ends marked, white space drawn together, nothing left that steers a terminal."""
+    return _CONTROL.sub("\ufffd", re.sub(r"[ \t]+", " ", re.sub(r"\s*\n\s*", "⏎", text)))
 
 
 def visible(word: str) -> str:

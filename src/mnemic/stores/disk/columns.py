@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import warnings
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -129,14 +132,27 @@ class Column:
             self._check(int(block))
         self._whole = True
 
-    def take(self, rows: NDArray[np.int64]) -> NDArray[np.generic]:
-        """A copy of these rows."""
+    def touch(self, rows: NDArray[np.int64]) -> None:
+        """Checks the blocks of these rows that were not checked yet."""
         if not self._whole:
             blocks = rows // self._block_rows
             for block in np.unique(blocks[~self._checked[blocks]]):
                 self._check(int(block))
             self._whole = bool(self._checked.all())
+
+    def take(self, rows: NDArray[np.int64]) -> NDArray[np.generic]:
+        """A copy of these rows."""
+        self.touch(rows)
         return self._array.take(rows, 0)
+
+    @cached_property
+    def tensor(self) -> Any:
+        """All rows (rows, width) for torch, to be touched before they are used; nobody may write to it."""
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch cannot keep others from writing to it
+            return torch.from_numpy(self._array.reshape(self.rows, -1))
 
     def part(self, start: int, end: int) -> NDArray[np.generic]:
         """Rows from `start` up to `end`, straight from the file."""

@@ -20,6 +20,7 @@ from mnemic.stores.config import StoreConfig
 
 EXACT_BYTES = 1 << 26  # up to this much of float32 keys, every row is looked at
 COMPRESSED_BYTES = 1 << 30  # from this much of float16 keys on, the index holds 4-bit codes in place of vectors
+CACHED = 1 << 18  # numbers of keys that are scored at a time
 SAMPLE = 128  # queries with which recall is measured
 DEPTH = 32  # the rows of each that should be found
 REFINEMENTS = (4, 16, 64)  # candidates looked at again with true distances, for each result asked for
@@ -122,6 +123,13 @@ class Index:
         lists, refine = self._dials[recall]
         return max(lists, min(-(-2 * k * self.lists // max(self.rows, 1)), self.lists)), refine
 
+    def candidates(self, k: int, refine: int) -> int:
+        """How many rows to look at again for k results; the more results, the fewer for each."""
+        if refine == 1:
+            return min(k, self.rows)
+        results = max(k, DEPTH)
+        return min(int(results * (1 + (refine - 1) / math.sqrt(results / DEPTH))), self.rows)
+
     def _cheapest(self, recall: float) -> tuple[int, int]:
         reaching = [step for step in self.curve if step[2] >= recall]
         if recall == 1 or not reaching:
@@ -198,13 +206,27 @@ def best_of(parts: list[Nearest], k: int) -> Nearest:
     return np.take_along_axis(ids, order, 1), np.take_along_axis(scores, order, 1)
 
 
-def true_scores(config: StoreConfig, queries: Floats, keys: NDArray[np.generic]) -> Floats:
-    """Scores (queries, n) of keys (queries, n, dim)."""
-    vectors = keys.astype(np.float32)
-    if config.metric == "l2":
-        vectors -= queries[:, None]
-        return -np.einsum("qnd,qnd->qn", vectors, vectors)
-    return np.matmul(vectors, queries[:, :, None])[:, :, 0]
+def true_scores(config: StoreConfig, queries: Floats, count: int, gather: Callable[[int, int, Any], None]) -> Floats:
+    """Scores (queries, count) of candidates; `gather` puts the keys of those from a start to an end into a tensor.
+
+    A few candidates at a time, so that their keys stay in the processor's cache: this is what a search waits for.
+    """
+    import torch
+
+    scores = np.empty((len(queries), count), np.float32)
+    step = max(1, CACHED // (count * config.dim))
+    kept = torch.empty(step * count, config.dim, dtype=torch.float32 if config.keys == "float32" else torch.float16)
+    keys = torch.empty(kept.shape, dtype=torch.float32)
+    places = np.arange(step * count)
+    compare = faiss.fvec_L2sqr_by_idx if config.metric == "l2" else faiss.fvec_inner_products_by_idx
+    for start in range(0, len(queries), step):
+        some, out = queries[start : start + step], scores[start : start + step]
+        rows = len(some) * count
+        gather(start * count, start * count + rows, kept[:rows])
+        keys[:rows].copy_(kept[:rows])
+        pointers = (faiss.swig_ptr(array) for array in (out, some, keys.numpy(), places))
+        compare(*pointers, config.dim, len(some), count)
+    return np.negative(scores, out=scores) if config.metric == "l2" else scores
 
 
 def measure(

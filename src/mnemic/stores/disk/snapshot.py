@@ -17,7 +17,6 @@ from mnemic.errors import DamagedError, UsageError
 from mnemic.stores.base import Floats, Found, Ids, References, Rows, Source, Where, nothing
 from mnemic.stores.disk.columns import Column, open_inside
 from mnemic.stores.disk.index import (
-    DEPTH,
     EXACT_BYTES,
     Exact,
     Index,
@@ -31,7 +30,7 @@ from mnemic.stores.disk.index import (
 from mnemic.stores.disk.manifest import Manifest
 from mnemic.stores.disk.segments import Segment, key_type, pieces
 
-GATHERED = 1 << 23  # numbers of keys that are scored again at a time
+CANDIDATES = 1 << 21  # rows that are looked at again at a time
 REMEMBERED = 4  # selections kept ready
 
 Ranges = list[tuple[int, int]]  # (first id, end) of rows
@@ -249,7 +248,12 @@ class Snapshot:
     ) -> Nearest:
         """The nearest of the rows below `end`, which the index covers."""
         lists, refine = index.dial(recall, k)
-        candidates = min(max(k, DEPTH) * refine if refine > 1 else k, index.rows)
+        candidates = index.candidates(k, refine)
+        step = max(1, CANDIDATES // candidates)
+        if refine > 1 and len(queries) > step:  # a part of the queries at a time: candidates are many
+            parts = [queries[start : start + step] for start in range(0, len(queries), step)]
+            answers = [self._ask_index(index, end, part, k, selection, recall) for part in parts]
+            return np.concatenate([ids for ids, _ in answers]), np.concatenate([scores for _, scores in answers])
         ids, scores = index.search(queries, candidates, lists, selection)
         enough = min(k, index.rows if selection is None else int(selection[:end].sum()))
         while enough and lists < index.lists and (short := ids[:, enough - 1] < 0).any():
@@ -259,21 +263,22 @@ class Snapshot:
 
     def _look_again(self, queries: Floats, ids: Ids, k: int) -> Nearest:
         """The k best of the candidates by their true scores."""
-        best = np.empty((len(queries), min(k, ids.shape[1])), np.int64)
-        scores = np.empty(best.shape, np.float32)
-        step = max(1, GATHERED // (ids.shape[1] * self.config.dim))
-        for start in range(0, len(queries), step):
-            here = slice(start, start + step)
-            true = self.rescored(queries[here], ids[here])
-            best[here], scores[here] = best_of([(ids[here], true)], best.shape[1])
-        return best, scores
+        import torch
+
+        scores, order = torch.from_numpy(self.rescored(queries, ids)).topk(min(k, ids.shape[1]), dim=1)
+        return np.take_along_axis(ids, order.numpy(), 1), scores.numpy()
 
     def rescored(self, queries: Floats, ids: Ids) -> Floats:
         """The true scores of candidates (queries, n); -inf for id -1."""
-        some_row = self._runs[0][0]
-        keys = self.keys_of(np.where(ids < 0, some_row, ids).reshape(-1)).reshape(*ids.shape, -1)
-        scores = true_scores(self.config, queries, keys)
-        scores[ids < 0] = -np.inf
+        missing = ids < 0
+        wanted = np.where(missing, self._runs[0][0], ids) if missing.any() else ids
+        owners, rows = self.locate(wanted.reshape(-1))
+        columns = [segment.keys for segment in self.segments]
+        parts = [(column, owners == number) for number, column in enumerate(columns) if column is not None]
+        for column, here in parts:
+            column.touch(rows if len(parts) == 1 else rows[here])
+        scores = true_scores(self.config, queries, ids.shape[1], _gatherer(parts, rows))
+        scores[missing] = -np.inf
         return scores
 
     def _found(self, ids: Ids, scores: Floats, k: int) -> Found:
@@ -288,3 +293,22 @@ class Snapshot:
         values = np.zeros(ids.shape, np.int64)
         values[mask] = self.values_of(ids[mask])
         return Found(ids, scores, values, mask)
+
+
+def _gatherer(
+    parts: list[tuple[Column, NDArray[np.bool_]]], rows: NDArray[np.int64]
+) -> Callable[[int, int, Any], None]:
+    """A function that puts the keys of the rows from a start to an end into a tensor."""
+    import torch
+
+    places = torch.from_numpy(rows)
+
+    def gather(start: int, end: int, into: Any) -> None:
+        if len(parts) == 1:
+            torch.index_select(parts[0][0].tensor, 0, places[start:end], out=into)
+            return
+        for column, here in parts:
+            mine = torch.from_numpy(np.flatnonzero(here[start:end]))
+            into[mine] = column.tensor.index_select(0, places[start:end][mine])
+
+    return gather

@@ -95,6 +95,10 @@ class DiskStore(Store):
         """The version that searches see."""
         return self._snapshot.manifest.version
 
+    @property
+    def next_id(self) -> int:
+        return self._snapshot.manifest.next_id
+
     def __len__(self) -> int:
         return len(self._snapshot)
 
@@ -290,7 +294,6 @@ class DiskStore(Store):
             self._forget_the_past()
 
     def compact(self, progress: Callable[[int, int], None] | None = None, rebuild: bool = False) -> int:
-        """As in every store; `rebuild` makes the index anew as well."""
         self._begin()
         self.commit(index=False)
         manifest = self._snapshot.manifest

@@ -10,7 +10,6 @@ from mnemic.stores.config import StoreConfig
 from mnemic.stores.milvus.server import EVERY_LIST, LARGEST_DIM
 
 EXACT_ROWS = 1 << 16  # up to which every row is looked at
-UNSETTLED = 4096  # rows outside of the index up to which Milvus looks at every one of them
 LISTS = 1024
 SAMPLE, DEPTH = 64, 32  # queries, and rows found for each, when the recall is measured
 
@@ -23,9 +22,14 @@ def check(config: StoreConfig) -> None:
         raise UsageError(f"transform = {config.transform!r}: a store on Milvus has none: leave it out")
     if config.dim > LARGEST_DIM:
         raise UsageError(f"dim = {config.dim}: Milvus takes keys of up to {LARGEST_DIM} numbers")
-    lists = re.fullmatch(r"IVF([1-9]\d{0,4}),Flat", config.index)
-    if config.index not in ("auto", "exact") and not (lists and int(lists[1]) <= EVERY_LIST):
+    if config.index != "auto" and not known(config.index):
         raise UsageError(f"index = {config.index!r}: a store on Milvus has 'auto', 'exact' and 'IVF1024,Flat'")
+
+
+def known(index: str) -> bool:
+    """Whether there is such an index."""
+    lists = re.fullmatch(r"IVF([1-9]\d{0,4}),Flat", index)
+    return index == "exact" or (lists is not None and int(lists[1]) <= EVERY_LIST)
 
 
 def choose(config: StoreConfig, rows: int, current: str = "exact") -> str:

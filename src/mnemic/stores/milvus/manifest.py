@@ -12,6 +12,8 @@ from mnemic import __version__
 from mnemic.config import checked
 from mnemic.errors import DamagedError, UsageError
 from mnemic.stores.config import StoreConfig
+from mnemic.stores.milvus.index import known
+from mnemic.stores.milvus.server import EVERY_LIST
 
 FORMAT = "mnemic store"
 SCHEMA = 1
@@ -64,8 +66,15 @@ class Manifest:
             entries["config"] = StoreConfig.from_dict(entries["config"])
         except UsageError as error:
             raise DamagedError(str(error)) from None
-        numbers = [value for value in entries.values() if isinstance(value, int)]
-        pairs = [pair for pair in entries["curve"] if len(pair) != 2]
-        if pairs or any(number < 0 for number in numbers + entries["dead_spaces"] + entries["dead_sources"]):
+        manifest = cls(**entries)
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        """Refuses what no store can have written."""
+        numbers = [value for value in dataclasses.astuple(self) if isinstance(value, int)]
+        numbers += self.dead_spaces + self.dead_sources
+        measured = all(len(pair) == 2 and 1 <= pair[0] <= EVERY_LIST and 0 <= pair[1] <= 1 for pair in self.curve)
+        counted = max(self.rows, self.settled) <= self.next_id
+        if not (measured and counted and known(self.index) and all(0 <= number < 1 << 63 for number in numbers)):
             raise DamagedError("it holds numbers that cannot be")
-        return cls(**entries)

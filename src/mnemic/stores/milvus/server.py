@@ -26,9 +26,11 @@ EVERY_LIST = 65536  # lists to look into; more than there are means all
 MESSAGE_BYTES = 16 << 20  # of a request; servers refuse more than 64 MB
 FOUND_AT_ONCE = 1 << 18  # rows in an answer
 QUERIES_AT_ONCE = 256
+UNSETTLED = 4096  # rows outside of the index up to which Milvus looks at every one of them
 PAGE = 4096
 
 PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)  # seconds between the tries of a request
+POLL, POLLS = 0.5, 1200  # seconds between looks at work that the server does, and how many
 # Milvus' numbers for: unavailable, rate limit, collection not loaded, not fully loaded, channel not available.
 PASSING = {2, 8, 101, 103, 106, 503}
 METRICS = {"l2": "L2", "ip": "IP", "cosine": "IP"}  # keys come here with length 1 where it is the cosine
@@ -60,7 +62,7 @@ class Server:
         options = {"grpc.service_config": json.dumps(limit)}
         uri = f"http://{self.place}"
         connect = partial(pymilvus.MilvusClient, uri, token=token, dedicated=True, grpc_options=options)
-        return self._patiently("connect", lambda _: connect(), PAUSES[:3])
+        return self._patiently("connect", lambda _: connect(), tries=3)
 
     def close(self) -> None:
         """Ends the connection."""
@@ -90,12 +92,12 @@ class Server:
 
         return self._patiently(method, request)
 
-    def _patiently(self, what: str, request: Callable[[int], Any], pauses: Sequence[float] = PAUSES) -> Any:
+    def _patiently(self, what: str, request: Callable[[int], Any], tries: int | None = None) -> Any:
         """Makes a request, several times if the server is not there or not ready."""
         import grpc
         from pymilvus.exceptions import MilvusException
 
-        for tried, pause in enumerate((*pauses, None)):
+        for tried, pause in enumerate((*PAUSES[:tries], None)):
             try:
                 return request(tried)
             except (MilvusException, grpc.RpcError) as error:
@@ -162,17 +164,16 @@ class Server:
         return "exact" if found["index_type"] == "FLAT" else f"IVF{found['nlist']},Flat"
 
     def _make_index(self, config: StoreConfig, index: str) -> None:
-        """Makes the index and waits until it is there."""
         lists = re.fullmatch(r"IVF(\d+),Flat", index)
         parameters = self._client.prepare_index_params()
         kind = {"index_type": "IVF_FLAT", "params": {"nlist": int(lists[1])}} if lists else {"index_type": "FLAT"}
         parameters.add_index("key", index_name="key", metric_type=METRICS[config.metric], **kind)
-        self._call("create_index", self.collection, parameters)
+        self._call("create_index", self.collection, parameters, sync=False)
 
     def settle(self, config: StoreConfig, index: str) -> None:
         """Puts all rows into the index, and has them searched there from then on.
 
-        Rows that just came are searched in another way, which is slow, and not exact for any index but `exact`.
+        Rows that just came are searched in another way, which is slow and, if they are many, exact only for `exact`.
         """
         self._call("flush", self.collection)
         if self.index() != index:
@@ -180,17 +181,24 @@ class Server:
             self._call("drop_index", self.collection, "key")
             self._make_index(config, index)
             self._call("load_collection", self.collection)
-            return
-        while self._call("describe_index", self.collection, "key")["pending_index_rows"]:
-            time.sleep(0.2)
+        while (made := self._call("describe_index", self.collection, "key"))["pending_index_rows"]:
+            if made["state"] == "Failed":
+                raise MnemicError(f"the Milvus server at {self.place} cannot make the index: look at its log")
+            time.sleep(POLL)
         self._call("refresh_load", self.collection)
+        for _ in range(POLLS):
+            loaded = self._call("list_loaded_segments", self.collection)
+            if index == "exact" or all(part.index_id or part.num_rows <= UNSETTLED for part in loaded):
+                return
+            time.sleep(POLL)
+        raise MnemicError(f"the Milvus server at {self.place} does not load the index: look at its log")
 
     def compact(self) -> None:
         """Has the server rewrite what holds deleted rows, and waits for it."""
         self._call("flush", self.collection)
         job = self._call("compact", self.collection)
         while self._call("get_compaction_state", job) == "Executing":
-            time.sleep(0.2)
+            time.sleep(POLL)
 
     # Rows
 

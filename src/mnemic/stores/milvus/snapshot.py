@@ -9,10 +9,10 @@ import numpy as np
 
 from mnemic.errors import DamagedError, UsageError
 from mnemic.stores.base import Floats, Found, Ids, References, Rows, Where, nothing
-from mnemic.stores.milvus.index import DEPTH, SAMPLE, UNSETTLED, enough_lists, measure
+from mnemic.stores.milvus.index import DEPTH, SAMPLE, enough_lists, measure
 from mnemic.stores.milvus.manifest import Manifest
 from mnemic.stores.milvus.names import Names
-from mnemic.stores.milvus.server import EVERY_LIST, MESSAGE_BYTES, MOST_FOUND, ROWS, Server, both, one_of
+from mnemic.stores.milvus.server import EVERY_LIST, MESSAGE_BYTES, MOST_FOUND, ROWS, UNSETTLED, Server, both, one_of
 
 
 class Snapshot:

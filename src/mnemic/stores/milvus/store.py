@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from mnemic.errors import DamagedError, MnemicError, UsageError
 from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store, Summary, Where
 from mnemic.stores.config import StoreConfig
-from mnemic.stores.milvus.index import UNSETTLED, check, choose, enough_lists
+from mnemic.stores.milvus.index import check, choose, enough_lists
 from mnemic.stores.milvus.manifest import Manifest
 from mnemic.stores.milvus.names import Meant
-from mnemic.stores.milvus.server import ROWS, Server, both
+from mnemic.stores.milvus.server import ROWS, UNSETTLED, Server, both
 from mnemic.stores.milvus.snapshot import Snapshot
 
 WAITING_BYTES = 256 << 20  # of keys that are kept here; beyond that they go to the server, which shows them to no one

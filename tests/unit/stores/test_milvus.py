@@ -1,0 +1,597 @@
+"""The store on a real Milvus server: index, batches, faults. What all stores do is in tests/contract/test_store.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mnemic.errors import DamagedError, MnemicError, UsageError
+from mnemic.stores import References, Store, StoreConfig, Where, open_store
+from mnemic.stores.milvus import index, names, server, snapshot, store
+from mnemic.stores.milvus.manifest import Manifest
+from mnemic.stores.milvus.server import Server
+from tests.contract.conftest import milvus_server  # noqa: F401
+from tests.contract.milvus_server import skip_without_milvus, start, stop
+from tests.contract.stores import rows
+from tests.contract.test_store import assert_same_answers
+
+DIM = 8
+numbers = itertools.count()
+
+
+@pytest.fixture
+def new_address(milvus_server: str) -> Callable[[], str]:  # noqa: F811
+    return lambda: f"{milvus_server}/unit_{os.getpid()}_{next(numbers)}"
+
+
+@pytest.fixture
+def make(new_address: Callable[[], str]) -> Iterator[Callable[..., tuple[Store, Store]]]:
+    """Makes a store on Milvus and one in memory to compare with."""
+    made: list[Store] = []
+
+    def make(**options: Any) -> tuple[Store, Store]:
+        config = StoreConfig(**{"dim": DIM, "keys": "float32", **options})
+        made.append(open_store(new_address(), config))
+        return made[-1], open_store("ram:", config)
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def fill(*stores: Store, seed: int = 0, count: int = 30, sources: int = 3, index: bool = True) -> None:
+    for one in stores:
+        one.add(*rows(np.random.default_rng(seed), count, sources=sources))
+        one.commit(index=index)
+
+
+def queries(count: int = 5) -> Any:
+    return np.random.default_rng(99).standard_normal((count, DIM)).astype(np.float32)
+
+
+def on_server(one: Any) -> int:
+    """All rows and names that the server has of a store, those included that no one sees."""
+    return one._server.count("id < 4611686018427387904")
+
+
+def everything(one: Any) -> int:
+    """All rows and names that the server should have."""
+    summary = one.summary()
+    return summary.rows + summary.documents + len(summary.namespaces)
+
+
+def assert_whole(one: Store) -> None:
+    """All rows are there, and nothing else."""
+    assert one.verify() == []
+    assert on_server(one) == everything(one)
+
+
+# Index
+
+
+def test_the_index_grows_with_the_rows_and_stays_exact_on_demand(
+    make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "EXACT_ROWS", 3000)
+    monkeypatch.setattr(index, "LISTS", 16)
+    one, exact = make()
+    fill(one, exact, count=2000)
+    assert one.summary().index == {"kind": "exact", "recall": 1.0, "rows": 0}
+    fill(one, exact, count=4000, seed=1)
+    found = one.summary().index
+    assert (found["kind"], found["rows"]) == ("IVF16,Flat", 6000)
+    assert found["recall"] >= 0.95
+    assert_same_answers(one, exact, queries(), 50)
+    assert_same_answers(one, exact, queries(), 50, "red")
+
+    truth = exact.search(queries(50), 32).ids.tolist()
+    recalls = []
+    for dial in (0.3, 0.9):
+        ids = one.search(queries(50), 32, recall=dial).ids.tolist()
+        recalls.append(np.mean([len({*found} & {*true}) / 32 for found, true in zip(ids, truth, strict=True)]))
+        assert recalls[-1] > dial - 0.15
+    assert recalls[0] < recalls[1], "the dial says how many lists are looked into"
+    assert one.search(queries(1), 2000, recall=0.3).mask.all(), "as many as were asked for are found"
+
+
+def test_rows_outside_of_the_index_are_searched_exactly(
+    make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one: Any
+    one, exact = make(index="IVF16,Flat")
+    for seed in range(3):  # Milvus searches so many in lists of its own, of which it looks into an eighth
+        fill(one, exact, count=4000, seed=seed, index=False)
+    assert one.summary().index == {"kind": "IVF16,Flat", "recall": 1.0, "rows": 0}
+    assert_same_answers(one, exact, queries(50), 50)
+    with open_store(one.address) as again:
+        assert again.commit() == one.version
+        assert again.summary().index["rows"] == 12_000
+        assert_same_answers(again, exact, queries(50), 50)
+
+    client, states = one._server._client, [[SimpleNamespace(index_id=0, num_rows=5000)]] * 2
+    loaded = client.list_loaded_segments
+    monkeypatch.setattr(client, "list_loaded_segments", lambda *a, **b: states.pop() if states else loaded(*a, **b))
+    one._server.settle(one.config, "IVF16,Flat")
+    assert states == [], "it waits until the index is in use"
+
+
+def test_searches_wait_for_what_was_committed(
+    make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one: Any = make()[0]
+    times = []
+    client = one._server._client
+    search = client.search
+    for change in (lambda: fill(one), lambda: fill(one, seed=1), lambda: (one.delete("red"), one.commit())):
+        change()
+        with open_store(one.address) as reader:
+            assert reader._manifest.time == one._manifest.time > max(times, default=0)
+        times.append(one._manifest.time)
+        asked: dict[str, Any] = {}
+        monkeypatch.setattr(client, "search", lambda *a, asked=asked, **b: asked.update(b) or search(*a, **b))
+        one.search(queries(), 3)
+        assert (asked["consistency_level"], asked["guarantee_timestamp"]) == ("Customized", times[-1])
+    monkeypatch.setattr("pymilvus.client.ts_utils.get_collection_ts", lambda *_: None)  # another pymilvus
+    fill(one, seed=2)
+    monkeypatch.setattr(client, "search", lambda *a, asked=asked, **b: asked.update(b) or search(*a, **b))
+    assert one.search(queries(), 60).mask.sum() == 5 * min(60, len(one))
+    assert asked["consistency_level"] == "Strong"
+
+
+def test_a_given_index_is_used_and_what_milvus_has_not_is_refused(new_address: Callable[[], str]) -> None:
+    with open_store(new_address(), StoreConfig(dim=DIM, index="IVF32,Flat")) as one:
+        fill(one)
+        assert one.summary().index["kind"] == "IVF32,Flat"
+    for options, said in (
+        ({"keys": "codes"}, "keeps its keys"),
+        ({"transform": "opq"}, "has none"),
+        ({"index": "IVF99999,Flat"}, "a store on Milvus has"),
+        ({"index": "HNSW32"}, "a store on Milvus has"),
+        ({"dim": 40_000}, "up to 32768"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            open_store(new_address(), StoreConfig(**{"dim": DIM, **options}))
+
+
+def test_float16_rounds_and_refuses_what_it_cannot_hold(make: Callable[..., tuple[Store, Store]]) -> None:
+    one, exact = make(keys="float16")
+    fill(one, exact)
+    np.testing.assert_array_equal(one.get(range(30)).keys, exact.get(range(30)).keys)
+    assert_same_answers(one, exact, queries(), 7)
+    with pytest.raises(UsageError, match="beyond 65504"):
+        one.add(np.full((1, DIM), 1e6), [1], References.of("a", [0]))
+
+
+# Batches and limits
+
+
+def test_small_batches_give_the_same(make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in (
+        (server, "MESSAGE_BYTES", 300),
+        (snapshot, "MESSAGE_BYTES", 300),
+        (server, "QUERIES_AT_ONCE", 2),
+        (server, "PAGE", 3),
+        (names, "PAGE", 3),
+        (names, "ASKED_AT_ONCE", 40),
+        (names, "REMEMBERED", 2),
+    ):
+        monkeypatch.setattr(module, name, value)
+    one, exact = make()
+    fill(one, exact, count=60, sources=20)
+    assert_same_answers(one, exact, queries(), 20)
+    some = Where(documents=frozenset(f"document {number}" for number in range(0, 20, 2)))
+    assert_same_answers(one, exact, queries(), 60, some)
+    ids = np.arange(60)[::-1]
+    got, wanted = one.get(ids), exact.get(ids)
+    np.testing.assert_array_equal(got.keys, wanted.keys)
+    assert [got.references[row] for row in range(60)] == [wanted.references[row] for row in range(60)]
+    assert one.summary().namespaces == exact.summary().namespaces
+    assert one.verify() == []
+    assert one.delete(some) == exact.delete(some)
+    one.commit(), exact.commit()
+    assert_same_answers(one, exact, queries(), 60)
+
+
+def test_more_than_milvus_gives_is_refused(
+    make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = make()
+    fill(one, count=20)
+    monkeypatch.setattr(snapshot, "MOST_FOUND", 20)
+    assert one.search(queries(), 1_000_000).mask.sum() == 5 * 20
+    monkeypatch.setattr(snapshot, "MOST_FOUND", 19)
+    with pytest.raises(UsageError, match="at most 19 rows"):
+        one.search(queries(), 20)
+    monkeypatch.setattr(names, "MOST_DELETED", 2)
+    with pytest.raises(UsageError, match="more than 2 documents"):
+        one.delete(Where(documents=frozenset(f"document {number}" for number in range(3))))
+    assert (one.commit(), len(one)) == (1, 20), "nothing of it was done"
+
+
+def test_rows_beyond_the_buffer_are_on_the_server_and_seen_by_no_one(
+    make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "WAITING_BYTES", 1000)
+    one, exact = make()
+    fill(one, exact)
+    with open_store(one.address) as reader:
+        for each in (one, exact):
+            for seed in (1, 2):
+                each.add(*rows(np.random.default_rng(seed), 40))
+            each.add(*rows(np.random.default_rng(3), 5, sources=6))
+        assert on_server(one) == everything(one) + 80
+        for each in (one, reader):
+            assert len(each) == 30
+            assert each.search(queries(), 80).ids.max() < 30
+            with pytest.raises(UsageError, match="no row has the number 30"):
+                each.get([30])
+        assert one.delete("red") == exact.delete("red"), "committed ones, ones on the server and ones that wait"
+        assert one.delete("red") == exact.delete("red") == 0
+        for each in (one, exact):
+            each.add(*rows(np.random.default_rng(4), 20))
+            each.commit()
+        assert_same_answers(one, exact, queries(), 200)
+        assert reader.search(queries(), 200).ids.max() < 30, "new rows are seen from the refresh on"
+        assert reader.refresh() == one.version
+        assert_same_answers(reader, exact, queries(), 200)
+    assert_whole(one)
+
+
+# Deletion
+
+
+def test_compact_removes_rows_and_names_from_the_segments(make: Callable[..., tuple[Store, Store]]) -> None:
+    one, exact = make()
+    fill(one, exact, count=100, sources=6)
+    for each in (one, exact):
+        for number in (0, 2, 4):
+            each.delete(Where.document(f"document {number}", "red"))
+        each.commit()
+    assert_same_answers(one, exact, queries(), 100)
+    client: Any = one._server._client
+    assert "red" in one._snapshot.names.spaces(), "documents went one by one"
+    one.compact()
+    assert list(one._snapshot.names.spaces()) == ["blue"]
+    assert client.get_collection_stats(one._server.collection)["row_count"] == everything(one) == len(exact) + 4
+    assert_same_answers(one, exact, queries(), 100)
+    for each in (one, exact):
+        each.add(np.ones((1, DIM)), [7], References.of("document 0", [0], "red"))
+        each.commit()
+    assert_same_answers(one, exact, queries(), 100, "red")
+    assert one.delete(Where()) == len(exact)
+    one.commit()
+    assert (len(one), everything(one), on_server(one)) == (0, 0, 0)
+    assert one.add(np.ones((1, DIM)), [7], References.of("a", [0])).tolist() == [101]
+
+
+# Faults of the client
+
+
+class Killed(BaseException):
+    """The client ends here."""
+
+
+def killed_before(request: int, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Lets so many requests pass, and no further one."""
+    call, left = Server._call, itertools.count(request, -1)
+
+    def counted(self: Server, *arguments: Any, **options: Any) -> Any:
+        if next(left) <= 0:
+            raise Killed
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(Server, "_call", counted)
+    return monkeypatch
+
+
+def test_killed_before_any_request_of_a_commit_it_is_there_whole_or_not_at_all(
+    make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, exact = make()
+    fill(one, exact)
+    outcomes, finished, number = set(), False, 0
+    while not finished:
+        number += 1
+        writer: Any = open_store(one.address)
+        old = (writer.version, len(exact))
+        change = rows(np.random.default_rng(number), 10, sources=number % 5 + 1)
+        writer.delete("red")
+        writer.add(*change)
+        with monkeypatch.context() as patch:
+            killed_before(number, patch)
+            try:
+                writer.commit()
+                finished = True
+            except Killed:
+                pass
+        writer._server.close()
+        with open_store(one.address) as reader:
+            committed = reader.version > old[0]
+            if committed:
+                exact.delete("red")
+                exact.add(*change)
+                exact.commit()
+            outcomes.add(committed)
+            assert len(reader) == len(exact)
+            assert committed or not finished
+            assert_same_answers(reader, exact, queries(), 60)
+            assert reader.verify() == []
+            assert reader.summary().namespaces == exact.summary().namespaces
+    assert outcomes == {True, False}
+    assert number > 10
+    one.refresh()
+    assert on_server(one) == everything(one), "what was left behind is cleared away"
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from mnemic.stores import References, open_store
+from mnemic.stores.milvus import store
+store.WAITING_BYTES = 0
+one = open_store(sys.argv[1])
+for name in ("new", "document 0"):
+    one.add(np.ones((5, 8)), range(5), References.of(name, range(5), "red"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_rows_of_a_killed_process_are_seen_by_no_one_and_cleared_away(
+    make: Callable[..., tuple[Store, Store]],
+) -> None:
+    one, exact = make()
+    fill(one, exact)
+    process = subprocess.run([sys.executable, "-c", KILLED, one.address], check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert on_server(one) == everything(one) + 10 + 1, "ten rows, and the name of a document"
+    with open_store(one.address) as again:
+        assert len(again) == 30
+        assert again.verify() == []
+        assert_same_answers(again, exact, np.ones((1, DIM)), 40)
+        assert not again.search(queries(), 40, Where.document("new", "red")).mask.any()
+        assert again.delete(Where.document("new", "red")) == 0
+        assert again.delete("red") == exact.delete("red")
+        fill(again, exact, seed=1)
+        assert_same_answers(again, exact, queries(), 60)
+        assert_whole(again)
+
+
+def test_two_writers_are_noticed(make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, exact = make()
+    fill(one, exact)
+    with open_store(one.address) as second:
+        second.add(*rows(np.random.default_rng(1), 5))
+        fill(one, exact, seed=2)
+        for act in (second.commit, second.refresh):
+            with pytest.raises(MnemicError, match="another process has committed version 2"):
+                act()
+    monkeypatch.setattr(store, "WAITING_BYTES", 0)
+    with open_store(one.address) as second:
+        second.add(*rows(np.random.default_rng(3), 5))
+        fill(one, exact, seed=4)
+        with pytest.raises(MnemicError, match="another process has committed version 3"):
+            second.add(*rows(np.random.default_rng(5), 5))
+    with open_store(one.address) as second:
+        second.add(*rows(np.random.default_rng(6), 5))
+        one.add(*rows(np.random.default_rng(7), 5))
+        exact.add(*rows(np.random.default_rng(7), 5))
+        with pytest.raises(MnemicError, match="another process has begun to write"):
+            second.commit()
+        one.commit(), exact.commit()
+    assert_same_answers(one, exact, queries(), 200)
+    assert_whole(one)
+
+
+def test_rows_that_another_writer_slipped_in_stop_the_commit(make: Callable[..., tuple[Store, Store]]) -> None:
+    one: Any = make()[0]
+    fill(one)
+    one.add(*rows(np.random.default_rng(1), 5))
+    one._begin()
+    one._server.write([{**one._snapshot.names._row(0, "x", 9, 9), "id": 31}], "_default", False, lambda: None)
+    with pytest.raises(MnemicError, match=r"5 rows were sent .* and 6 are there"):
+        one.commit()
+    with open_store(one.address) as again:
+        assert len(again) == 30
+        fill(again, seed=1)
+        assert_whole(again)
+
+
+# Faults of the server
+
+
+def test_a_request_whose_answer_was_lost_is_not_done_twice(
+    make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pymilvus import MilvusException
+
+    monkeypatch.setattr(server, "PAUSES", (0.0, 0.0))
+    one, exact = make()
+    client: Any = one._server._client
+    insert, asked = client.insert, []
+
+    def lost(*arguments: Any, **options: Any) -> None:
+        insert(*arguments, **options)
+        asked.append("insert")
+        raise MilvusException(code=2, message="gone")
+
+    monkeypatch.setattr(client, "insert", lost)
+    fill(one, exact)
+    assert asked == ["insert", "insert"], "names, and rows"
+    assert_same_answers(one, exact, queries(), 40)
+    assert_whole(one)
+
+    upsert = client.upsert
+    monkeypatch.setattr(client, "upsert", lost)
+    some = rows(np.random.default_rng(1), 30)
+    one.add(*some), exact.add(*some)
+    with pytest.raises(MnemicError, match="no Milvus server answers"):
+        one.commit()
+    monkeypatch.setattr(client, "insert", insert)
+    monkeypatch.setattr(client, "upsert", upsert)
+    assert one.commit() == 2, "what failed can be tried again"
+    exact.commit()
+    assert_same_answers(one, exact, queries(), 60)
+    assert_whole(one)
+
+
+def test_no_server_no_package_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_milvus()
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    with pytest.raises(MnemicError, match=r"no Milvus server answers at 127.0.0.1:1: start it, or check the address"):
+        open_store("milvus://127.0.0.1:1/name", StoreConfig(dim=DIM))
+    assert waited == list(server.PAUSES[:3])
+    for address in (
+        "milvus:",
+        "milvus://host",
+        "milvus://host/",
+        "milvus://host:port/name",
+        "milvus://host/with-dash",
+        "milvus://host/9",
+        "milvus://user:word@host/name",
+        "milvus://host/name/more",
+    ):
+        with pytest.raises(UsageError, match="expected milvus://host:19530/name"):
+            open_store(address, StoreConfig(dim=DIM))
+    monkeypatch.setitem(sys.modules, "pymilvus", None)
+    with pytest.raises(UsageError, match=r"pip install 'mnemic\[milvus\]'"):
+        open_store("milvus://127.0.0.1:1/name", StoreConfig(dim=DIM))
+
+
+def test_a_server_that_stops_stands_still_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_milvus()
+    monkeypatch.setattr(server, "PAUSES", (0.1, 0.1))
+    keeper = start(tmp_path / "own", os.getpid())
+    place = (tmp_path / "own" / "address").read_text()
+    exact = open_store("ram:", StoreConfig(dim=DIM, keys="float32"))
+    try:
+        one = open_store(f"{place}/own", exact.config)
+        fill(one, exact)
+        some = rows(np.random.default_rng(1), 20)
+        one.add(*some), exact.add(*some)
+        process = int((tmp_path / "own" / "process").read_text())
+
+        with open_store(one.address, timeout=2.0) as hasty:
+            os.kill(process, signal.SIGSTOP)
+            for act in (lambda: hasty.search(queries(), 3), hasty.refresh):
+                with pytest.raises(MnemicError, match=r"did not answer within 2 s .* timeout="):
+                    act()
+            os.kill(process, signal.SIGCONT)
+
+        stop(keeper)
+        for act in (lambda: one.search(queries(), 3), one.commit, one.refresh, lambda: one.get([0])):
+            with pytest.raises(MnemicError, match="no Milvus server answers at"):
+                act()
+        monkeypatch.setattr(server, "PAUSES", (1.0,) * 30)
+        keeper = start(tmp_path / "own", os.getpid(), int(place.rpartition(":")[2]))
+        one.commit(), exact.commit()
+        assert_same_answers(one, exact, queries(), 60)
+        assert_whole(one)
+        one.close()
+        with pytest.raises(UsageError, match="this store is closed"):
+            one.search(queries(), 1)
+    finally:
+        stop(keeper)
+
+
+# Manifests
+
+
+def test_what_is_not_ours_or_too_new_or_damaged_is_refused(
+    make: Callable[..., tuple[Store, Store]], new_address: Callable[[], str]
+) -> None:
+    one: Any = make()[0]
+    with pytest.raises(UsageError, match=r"no store at .*: build one"):
+        open_store(new_address())
+    foreign = new_address()
+    client = one._server._client
+    client.create_collection(foreign.rpartition("/")[2], dimension=4)
+    with pytest.raises(UsageError, match="is no store of mnemic: choose another name"):
+        open_store(foreign, StoreConfig(dim=DIM))
+    assert client.describe_collection(foreign.rpartition("/")[2])["properties"] == {}
+
+    text = one._server.manifest()
+    for bad, said in (
+        (text.replace('"schema": 1, "library"', '"schema": 2, "library"', 1), "reads schema 1: install mnemic"),
+        (text[:-1], "it is not JSON"),
+        ("[]", "not the manifest of a store"),
+        (json.dumps({**json.loads(text), "more": 1}), "'more'"),
+        (json.dumps({**json.loads(text), "rows": -1}), "numbers that cannot be"),
+        (json.dumps({**json.loads(text), "rows": 1}), "numbers that cannot be"),
+        (json.dumps({**json.loads(text), "curve": [[1, math.nan]]}), "numbers that cannot be"),
+        (json.dumps({**json.loads(text), "index": "IVF0,Flat"}), "numbers that cannot be"),
+        (json.dumps({**json.loads(text), "rows": "1"}), "expected a whole number"),
+        (json.dumps({**json.loads(text), "config": {"dim": 0}}), "expected 1 to 65536"),
+    ):
+        one._server.publish(bad)
+        with pytest.raises(DamagedError, match=f"the manifest of {one.address} cannot be used: .*{said}"):
+            open_store(one.address)
+        with pytest.raises(DamagedError):
+            one.refresh()
+    one._server.publish(text)
+    assert one.refresh() == 0
+    client.drop_collection(one._server.collection)
+    with pytest.raises(MnemicError, match="is gone"):
+        one.refresh()
+
+
+def test_verify_finds_what_is_missing_doubled_or_nameless(make: Callable[..., tuple[Store, Store]]) -> None:
+    one: Any = make()[0]
+    fill(one)
+    assert one.verify() == []
+    seen: list[tuple[int, int]] = []
+    one.verify(lambda *numbers: seen.append(numbers))
+    assert seen == [(30, 30)]
+    manifest = Manifest.parse(one._server.manifest())
+    one._server.remove("id == 3", lambda: None)
+    stray = {**one._snapshot.names._row(0, "x", 1, 77), "id": 4}
+    one._server.write([stray], "_default", False, lambda: None)
+    one._turn_to(dataclasses.replace(manifest, time=one._server.time))
+    assert one.verify()[-1] == "30 rows are there under 29 numbers, where 30 were committed"
+    one._server.remove("id == 4", lambda: None)
+    one._server.write([stray], "_default", False, lambda: None)
+    one._turn_to(dataclasses.replace(manifest, time=one._server.time, rows=29))
+    assert one.verify() == ["document number 77 has rows and no name"]
+    with pytest.raises(DamagedError, match="row 4 belongs to a document whose name is not there"):
+        one.get([4])
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from([*Manifest.__dataclass_fields__, "format", "schema", "other"]), JUNK)
+def test_a_manifest_is_read_exactly_or_refused(entry: str, value: Any) -> None:
+    body = json.loads(Manifest(StoreConfig(dim=DIM)).text())
+    body[entry] = value
+    try:
+        manifest = Manifest.parse(json.dumps(body))
+    except DamagedError:
+        return
+    again = json.loads(manifest.text())
+    again.pop("library"), body.pop("library")
+    assert again == body
+
+
+@given(st.text())
+def test_any_text_is_no_manifest(text: str) -> None:
+    with pytest.raises(DamagedError):
+        Manifest.parse(text)
