@@ -248,7 +248,8 @@ LIES: dict[str, Any] = {
     "a billion of something else": lambda body: body["config"].update(index="LSH1000000000"),
     "a version of 10 MB": lambda body: body.update(version="x" * 10_000_000),
     "a name of 10 MB": lambda body: body.update({"x" * 10_000_000: 1}),
-    "ranges that overlap": lambda body: body.update(deleted=[[0, 1]] * 100_000),
+    "two ranges that overlap": lambda body: body.update(deleted=[[3, 2], [4, 2]]),
+    "many ranges that overlap": lambda body: body.update(deleted=[[0, 1]] * 100_000),
 }
 
 

@@ -1,4 +1,4 @@
-"""Forks processes that write to a store, each to be killed: imports what is slow once, then obeys JSON on stdin.
+"""Forks processes that write to a store, each to be killed: imports FAISS once, then obeys JSON on stdin.
 
 {"folder", "config", "seed", "die_at", "after", "kill_after"}: a child performs the history of that seed, or of several,
 on the store. It kills itself with SIGKILL just before (or `after`) its `die_at`-th call that touches a file, or is
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 import mnemic.stores.disk.indexing
@@ -176,7 +175,6 @@ def obey(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     for module, name, value in EARLY:
         setattr(module, name, value)
     for line in sys.stdin:

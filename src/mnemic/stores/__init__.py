@@ -61,7 +61,7 @@ def open_store(
 
     scheme = re.match("([a-z0-9]+):", str(address))
     kind = scheme[1] if scheme else "disk"
-    store: Store = _class_of(kind)(str(address), config, **options)
+    store: Store = _class_of(kind)(str(address), config, **options)  # type: ignore[call-arg]
     try:
         check_origin(store, model, tokenizer, override)
         if config is not None:

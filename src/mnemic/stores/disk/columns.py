@@ -9,19 +9,19 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import warnings
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import faiss
 import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from mnemic.errors import DamagedError
 from mnemic.files import clear_os_errors
+from mnemic.stores.config import StoreConfig
 
-BLOCK = 1 << 18  # bytes of a block, at most (but at least one row)
+BLOCK = 1 << 15  # bytes of a block, at most (but at least one row)
 
 
 def rows_of_a_block(row_bytes: int) -> int:
@@ -99,6 +99,7 @@ class Column:
         self._sums = sums
         self._checked = np.zeros(len(sums), np.bool_)
         self._whole = False
+        self._view: Any = None
         descriptor = open_inside(path)
         try:
             size, wanted = os.fstat(descriptor).st_size, rows * width * dtype.itemsize
@@ -145,14 +146,24 @@ class Column:
         self.touch(rows)
         return self._array.take(rows, 0)
 
-    @cached_property
-    def tensor(self) -> Any:
-        """All rows (rows, width) for torch, to be touched before they are used; nobody may write to it."""
-        import torch
+    @property
+    def checked(self) -> bool:
+        """Whether all of it was checked."""
+        return self._whole
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch cannot keep others from writing to it
-            return torch.from_numpy(self._array.reshape(self.rows, -1))
+    def faiss_view(self, config: StoreConfig) -> Any:
+        """An index of FAISS over the vectors in the file, which nothing is copied for."""
+        if self._view is None:
+            metric = faiss.METRIC_L2 if config.metric == "l2" else faiss.METRIC_INNER_PRODUCT
+            if self._array.dtype == np.float16:
+                view = faiss.IndexScalarQuantizer(config.dim, faiss.ScalarQuantizer.QT_fp16, metric)
+            else:
+                view = faiss.IndexFlat(config.dim, metric)
+            data = self._array.view(np.uint8).reshape(-1)
+            view.codes = faiss.MaybeOwnedVectorUInt8.create_view(faiss.swig_ptr(data), data.size, view.codes.owner)
+            view.ntotal = self.rows
+            self._view = view
+        return self._view
 
     def part(self, start: int, end: int) -> NDArray[np.generic]:
         """Rows from `start` up to `end`, straight from the file."""

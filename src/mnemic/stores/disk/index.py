@@ -20,7 +20,7 @@ from mnemic.stores.config import StoreConfig
 
 EXACT_BYTES = 1 << 26  # up to this much of float32 keys, every row is looked at
 COMPRESSED_BYTES = 1 << 30  # from this much of float16 keys on, the index holds 4-bit codes in place of vectors
-CACHED = 1 << 18  # numbers of keys that are scored at a time
+CACHED = 1 << 20  # numbers of keys that are scored at a time
 SAMPLE = 128  # queries with which recall is measured
 DEPTH = 32  # the rows of each that should be found
 REFINEMENTS = (4, 16, 64)  # candidates looked at again with true distances, for each result asked for
@@ -112,6 +112,7 @@ class Index:
         self.lists, self.rows = lists_of(self.faiss) or 1, int(self.faiss.ntotal)
         self._parameters: dict[int, Any] = {}
         self._dials: dict[float, tuple[int, int]] = {}
+        self._refined: Any = None
 
     def dial(self, recall: float, k: int = DEPTH) -> tuple[int, int]:
         """(lists to look into, candidates per result) of the cheapest setting that reaches this recall; 1 is all.
@@ -144,12 +145,25 @@ class Index:
         scanned = lists * self.rows / self.lists * self.config.dim / 4
         return scanned + (refine * DEPTH * self.config.dim * 2 * 8 if refine > 1 else 0)
 
-    def search(self, queries: Floats, k: int, lists: int, selection: Selection | None = None) -> Nearest:
-        """The nearest rows by the index's own scores."""
-        scores, ids = self.faiss.search(queries, k, params=self._search_parameters(lists, selection))
-        if self.config.metric == "l2":
-            np.negative(scores, out=scores)
-        return ids, scores
+    def search(
+        self, queries: Floats, k: int, lists: int, selection: Selection | None = None, candidates: int = 0
+    ) -> Nearest:
+        """The nearest rows by the index's own scores; `candidates` do not matter."""
+        return self._signed(*self.faiss.search(queries, k, params=self._search_parameters(lists, selection)))
+
+    def search_twice(
+        self, keys: Any, queries: Floats, k: int, lists: int, selection: Selection | None, candidates: int
+    ) -> Nearest:
+        """The nearest of so many candidates by their `keys`, an index of FAISS in which rows have their ids."""
+        if self._refined is None:
+            self._refined = faiss.IndexRefine(self.faiss, keys)
+        parameters = faiss.IndexRefineSearchParameters(
+            k_factor=candidates / k, base_index_params=self._search_parameters(lists, selection)
+        )
+        return self._signed(*self._refined.search(queries, k, params=parameters))
+
+    def _signed(self, scores: Floats, ids: Ids) -> Nearest:
+        return ids, np.negative(scores, out=scores) if self.config.metric == "l2" else scores
 
     def _search_parameters(self, lists: int, selection: Selection | None) -> Any:
         if selection is None and lists in self._parameters:
@@ -206,25 +220,29 @@ def best_of(parts: list[Nearest], k: int) -> Nearest:
     return np.take_along_axis(ids, order, 1), np.take_along_axis(scores, order, 1)
 
 
-def true_scores(config: StoreConfig, queries: Floats, count: int, gather: Callable[[int, int, Any], None]) -> Floats:
-    """Scores (queries, count) of candidates; `gather` puts the keys of those from a start to an end into a tensor.
+def top(ids: Ids, scores: Floats, k: int) -> Nearest:
+    """The k best of many candidates."""
+    if k < ids.shape[1]:
+        part = np.argpartition(-scores, k - 1, axis=1)[:, :k]
+        ids, scores = np.take_along_axis(ids, part, 1), np.take_along_axis(scores, part, 1)
+    return best_of([(ids, scores)], k)
 
-    A few candidates at a time, so that their keys stay in the processor's cache: this is what a search waits for.
-    """
-    import torch
 
+def true_scores(
+    config: StoreConfig, queries: Floats, count: int, keys_of: Callable[[int, int], NDArray[Any]]
+) -> Floats:
+    """Scores (queries, count) of candidates; `keys_of` gives the keys of those from a start to an end."""
     scores = np.empty((len(queries), count), np.float32)
     step = max(1, CACHED // (count * config.dim))
-    kept = torch.empty(step * count, config.dim, dtype=torch.float32 if config.keys == "float32" else torch.float16)
-    keys = torch.empty(kept.shape, dtype=torch.float32)
     places = np.arange(step * count)
+    half = faiss.ScalarQuantizer(config.dim, faiss.ScalarQuantizer.QT_fp16)  # much faster at it than numpy
     compare = faiss.fvec_L2sqr_by_idx if config.metric == "l2" else faiss.fvec_inner_products_by_idx
     for start in range(0, len(queries), step):
         some, out = queries[start : start + step], scores[start : start + step]
-        rows = len(some) * count
-        gather(start * count, start * count + rows, kept[:rows])
-        keys[:rows].copy_(kept[:rows])
-        pointers = (faiss.swig_ptr(array) for array in (out, some, keys.numpy(), places))
+        keys = keys_of(start * count, (start + len(some)) * count)
+        if keys.dtype == np.float16:
+            keys = half.decode(keys.view(np.uint8))
+        pointers = (faiss.swig_ptr(array) for array in (out, some, keys, places))
         compare(*pointers, config.dim, len(some), count)
     return np.negative(scores, out=scores) if config.metric == "l2" else scores
 

@@ -25,6 +25,7 @@ from mnemic.stores.disk.index import (
     best_of,
     lists_of,
     look_at_all,
+    top,
     true_scores,
 )
 from mnemic.stores.disk.manifest import Manifest
@@ -254,30 +255,35 @@ class Snapshot:
             parts = [queries[start : start + step] for start in range(0, len(queries), step)]
             answers = [self._ask_index(index, end, part, k, selection, recall) for part in parts]
             return np.concatenate([ids for ids, _ in answers]), np.concatenate([scores for _, scores in answers])
-        ids, scores = index.search(queries, candidates, lists, selection)
+        look = self._look_twice if refine > 1 else index.search
+        ids, scores = look(queries, k, lists, selection, candidates)
         enough = min(k, index.rows if selection is None else int(selection[:end].sum()))
         while enough and lists < index.lists and (short := ids[:, enough - 1] < 0).any():
             lists *= 8  # there were too few rows in the lists it looked into
-            ids[short], scores[short] = index.search(queries[short], candidates, lists, selection)
-        return self._look_again(queries, ids, k) if refine > 1 else (ids, scores)
+            ids[short], scores[short] = look(queries[short], k, lists, selection, candidates)
+        return ids, scores
 
-    def _look_again(self, queries: Floats, ids: Ids, k: int) -> Nearest:
-        """The k best of the candidates by their true scores."""
-        import torch
+    def _look_twice(self, queries: Floats, k: int, lists: int, selection: Selection | None, candidates: int) -> Nearest:
+        """The k nearest by their true scores, of so many candidates by the index's scores."""
+        index, keys = self.index, self._keys_in_order
+        if index is None:
+            return self._look_at(Where(), 0, queries, k)
+        if keys is not None and keys.checked:  # FAISS does both at once
+            return index.search_twice(keys.faiss_view(index.config), queries, k, lists, selection, candidates)
+        ids, _ = index.search(queries, candidates, lists, selection)
+        return top(ids, self.rescored(queries, ids), k)
 
-        scores, order = torch.from_numpy(self.rescored(queries, ids)).topk(min(k, ids.shape[1]), dim=1)
-        return np.take_along_axis(ids, order.numpy(), 1), scores.numpy()
+    @cached_property
+    def _keys_in_order(self) -> Column | None:
+        """The column of all keys, if there is one in which rows and ids are the same."""
+        first = self._runs[0]
+        return self.segments[0].keys if len(first) == 1 and first[0] == 0 else None
 
     def rescored(self, queries: Floats, ids: Ids) -> Floats:
         """The true scores of candidates (queries, n); -inf for id -1."""
         missing = ids < 0
-        wanted = np.where(missing, self._runs[0][0], ids) if missing.any() else ids
-        owners, rows = self.locate(wanted.reshape(-1))
-        columns = [segment.keys for segment in self.segments]
-        parts = [(column, owners == number) for number, column in enumerate(columns) if column is not None]
-        for column, here in parts:
-            column.touch(rows if len(parts) == 1 else rows[here])
-        scores = true_scores(self.config, queries, ids.shape[1], _gatherer(parts, rows))
+        wanted = np.where(missing, self._runs[0][0], ids).reshape(-1)
+        scores = true_scores(self.config, queries, ids.shape[1], lambda start, end: self.keys_of(wanted[start:end]))
         scores[missing] = -np.inf
         return scores
 
@@ -293,22 +299,3 @@ class Snapshot:
         values = np.zeros(ids.shape, np.int64)
         values[mask] = self.values_of(ids[mask])
         return Found(ids, scores, values, mask)
-
-
-def _gatherer(
-    parts: list[tuple[Column, NDArray[np.bool_]]], rows: NDArray[np.int64]
-) -> Callable[[int, int, Any], None]:
-    """A function that puts the keys of the rows from a start to an end into a tensor."""
-    import torch
-
-    places = torch.from_numpy(rows)
-
-    def gather(start: int, end: int, into: Any) -> None:
-        if len(parts) == 1:
-            torch.index_select(parts[0][0].tensor, 0, places[start:end], out=into)
-            return
-        for column, here in parts:
-            mine = torch.from_numpy(np.flatnonzero(here[start:end]))
-            into[mine] = column.tensor.index_select(0, places[start:end][mine])
-
-    return gather

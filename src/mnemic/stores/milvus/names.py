@@ -1,7 +1,10 @@
 """The numbers under which a store on Milvus keeps its documents and namespaces, and which of them are deleted.
 
-A name is a row of its own, with a negative id: -1 for the name of number 0. Rows and names are deleted by these
-numbers, which are never given again: a document that was deleted and comes back gets another one.
+A name is a row of its own, with a negative id: -2 for the name of number 0, -3 for that of 1. Rows and names are
+deleted by these numbers, which are never given again: a document that was deleted and comes back gets another one.
+
+The row with the id -1 is a clock. Searches wait until they see all that happened up to some time of the server. It
+tells that time to those who write rows and not to those who delete, so these write this row afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from mnemic.stores.base import Source, Where
 from mnemic.stores.milvus.manifest import Manifest
 from mnemic.stores.milvus.server import NAMES, PAGE, Server, both, one_of
 
-NAMESPACE, DOCUMENT = 0, 1  # the value of a name's row
+NAMESPACE, DOCUMENT, CLOCK = 0, 1, 2  # the value of such a row
 MOST_DELETED = 50_000  # documents in one commit: the manifest lists them, and a property has its limits
 ASKED_AT_ONCE = 1 << 19  # characters of a filter
 REMEMBERED = 100_000
@@ -97,6 +100,11 @@ class Names:
         """The number of each namespace."""
         return self._spaces(None, committed=True)
 
+    def empty_spaces(self) -> set[int]:
+        """The numbers of the namespaces that have no document."""
+        used = {space for _, space, _ in self._named(DOCUMENT, None, committed=True)}
+        return set(self.spaces().values()) - used
+
     def _spaces(self, names: Collection[str] | None, committed: bool) -> dict[str, int]:
         return {name: number for name, _, number in self._named(NAMESPACE, names, committed)}
 
@@ -106,7 +114,7 @@ class Names:
         return self._server.count(rows, NAMES, self._manifest.time)
 
     def _known(self, committed: bool) -> str:
-        return both(f"id >= {-(self._manifest.next_name if committed else self.next)}", self.alive(committed))
+        return both(f"id > {id_of(self._manifest.next_name if committed else self.next)}", self.alive(committed))
 
     def _named(
         self, kind: int, names: Collection[str] | None, committed: bool, confined: str = ""
@@ -125,9 +133,9 @@ class Names:
         if len(self._texts) > REMEMBERED:
             self._texts, unknown = {}, sorted({*spaces.keys(), *spaces.values()})
         for start in range(0, len(unknown), PAGE):
-            rows = one_of("id", (-1 - number for number in unknown[start : start + PAGE]))
-            for page in self._server.pages(rows, ("name",), NAMES, self._manifest.time):
-                self._texts |= {-1 - row["id"]: bytes.fromhex(row["name"]).decode() for row in page}
+            rows = one_of("id", map(id_of, unknown[start : start + PAGE]))
+            for page in self._server.pages(rows, ("name", "source"), NAMES, self._manifest.time):
+                self._texts |= {row["source"]: bytes.fromhex(row["name"]).decode() for row in page}
         texts = self._texts
         return {
             source: Source(texts[source], texts[space])
@@ -175,12 +183,21 @@ class Names:
 
     def _row(self, kind: int, name: str, space: int, number: int) -> dict[str, object]:
         key = np.zeros(self._manifest.config.dim, np.float32)
-        row = {"id": -1 - number, "key": key, "value": kind, "position": 0, "source": number, "space": space}
+        row = {"id": id_of(number), "key": key, "value": kind, "position": 0, "source": number, "space": space}
         return {**row, "name": _hexadecimal(name)}
+
+    def tell_time(self, before: Callable[[], None]) -> None:
+        """Writes the clock, after something was deleted."""
+        self._server.write([self._row(CLOCK, "", -1, -1)], NAMES, True, before)
 
     def place(self, source: Source) -> tuple[int, int]:
         """The numbers of a document and of its namespace, both written."""
         return self._places[source]
+
+
+def id_of(number: int) -> int:
+    """The id of a name."""
+    return -2 - number
 
 
 def _hexadecimal(text: str) -> str:

@@ -8,12 +8,13 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mnemic.errors import MnemicError, UsageError
-from mnemic.stores.base import Floats
+from mnemic.stores.base import Floats, Ids
 from mnemic.stores.config import StoreConfig
 
 ROWS, NAMES = "_default", "names"  # the partitions: rows, and the names of documents and namespaces
@@ -26,16 +27,25 @@ EVERY_LIST = 65536  # lists to look into; more than there are means all
 MESSAGE_BYTES = 16 << 20  # of a request; servers refuse more than 64 MB
 FOUND_AT_ONCE = 1 << 18  # rows in an answer
 QUERIES_AT_ONCE = 256
+REMOVED_AT_ONCE = 1 << 20  # ids
 UNSETTLED = 4096  # rows outside of the index up to which Milvus looks at every one of them
 PAGE = 4096
 
 PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)  # seconds between the tries of a request
 POLL, POLLS = 0.5, 1200  # seconds between looks at work that the server does, and how many
-# Milvus' numbers for: unavailable, rate limit, collection not loaded, not fully loaded, channel not available.
+# Milvus' numbers for: unavailable, too many requests, collection not loaded, not all of it, recovering, channel away.
 PASSING = {2, 8, 101, 103, 106, 503}
 METRICS = {"l2": "L2", "ip": "IP", "cosine": "IP"}  # keys come here with length 1 where it is the cosine
 
 _ADDRESS = re.compile(r"milvus://([^/:@\s]+)(?::(\d{1,5}))?/([A-Za-z_][A-Za-z0-9_]{0,199})")
+
+
+class Nearest(NamedTuple):
+    """What Milvus finds: arrays of (queries, limit), the nearest first. The id is -1 where there was nothing more."""
+
+    ids: Ids
+    distances: Floats
+    values: NDArray[np.int64]
 
 
 class Server:
@@ -45,6 +55,8 @@ class Server:
         parts = _ADDRESS.fullmatch(address)
         if not parts:
             raise UsageError(f"{address!r}: expected milvus://host:19530/name, the name of letters, digits and _")
+        if not timeout > 0:
+            raise UsageError(f"timeout = {timeout!r}: expected a number of seconds")
         self.collection = parts[3]
         self.place = f"{parts[1]}:{parts[2] or 19530}"
         self.timeout = timeout
@@ -58,7 +70,7 @@ class Server:
             raise UsageError("a store on Milvus needs the package pymilvus: pip install 'mnemic[milvus]'") from None
         for name in ("pymilvus.decorators", "pymilvus.client.connection_manager"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they print each error that they raise as well
-        limit = {"methodConfig": [{"name": [{}], "timeout": f"{self.timeout:g}s"}]}
+        limit = {"methodConfig": [{"name": [{}], "timeout": f"{self.timeout:.3f}s"}]}
         options = {"grpc.service_config": json.dumps(limit)}
         uri = f"http://{self.place}"
         connect = partial(pymilvus.MilvusClient, uri, token=token, dedicated=True, grpc_options=options)
@@ -170,13 +182,13 @@ class Server:
         parameters.add_index("key", index_name="key", metric_type=METRICS[config.metric], **kind)
         self._call("create_index", self.collection, parameters, sync=False)
 
-    def settle(self, config: StoreConfig, index: str) -> None:
-        """Puts all rows into the index, and has them searched there from then on.
+    def settle(self, config: StoreConfig, index: str, anew: bool = False) -> None:
+        """Puts all rows into the index, or makes it `anew`, and has them searched there from then on.
 
         Rows that just came are searched in another way, which is slow and, if they are many, exact only for `exact`.
         """
         self._call("flush", self.collection)
-        if self.index() != index:
+        if anew or self.index() != index:
             self._call("release_collection", self.collection)
             self._call("drop_index", self.collection, "key")
             self._make_index(config, index)
@@ -213,14 +225,20 @@ class Server:
             self._call(method, self.collection, part, partition_name=partition, again="upsert", before=before)
             self._note_time()
 
-    def remove(self, rows: str, before: Callable[[], None]) -> int:
-        """Removes the rows that a filter describes, from all partitions; returns how many there were."""
+    def remove(self, rows: str, end: int, before: Callable[[], None]) -> int:
+        """Removes the rows that a filter describes, from all partitions; returns how many there were.
+
+        `end` is beyond most of their ids: they are removed in portions, so that none takes too long.
+        """
         removed = left = self.count(rows)
         for _ in range(len(PAUSES)):
             if not left:
                 return removed
-            self._call("delete", self.collection, filter=rows, consistency_level="Strong", before=before)
-            self._note_time()
+            for start in range(0, max(end, 1), REMOVED_AT_ONCE):
+                low = f"id >= {start}" if start else ""
+                high = f"id < {start + REMOVED_AT_ONCE}" if start + REMOVED_AT_ONCE < end else ""
+                portion = both(f"({rows})", low, high)
+                self._call("delete", self.collection, filter=portion, consistency_level="Strong", before=before)
             left = self.count(rows)
         raise MnemicError(f"{left} deleted rows stay on the Milvus server at {self.place}: look at its log")
 
@@ -263,11 +281,13 @@ class Server:
                 return
             last = max(row["id"] for row in page)
 
-    def search(self, queries: Floats, limit: int, rows: str, lists: int, since: int) -> Iterator[Any]:
-        """What Milvus finds for each query: a list of hits, the nearest first."""
+    def search(self, queries: Floats, limit: int, rows: str, lists: int, since: int) -> Nearest:
+        """The nearest rows of each query, in as many lists of the index."""
+        shape = (len(queries), limit)
+        found = Nearest(np.full(shape, -1, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.int64))
         step = max(1, min(QUERIES_AT_ONCE, FOUND_AT_ONCE // limit, MESSAGE_BYTES // (4 * queries.shape[1])))
         for start in range(0, len(queries), step):
-            yield from self._call(
+            answers = self._call(
                 "search",
                 self.collection,
                 data=list(queries[start : start + step]),
@@ -278,6 +298,12 @@ class Server:
                 search_params={"params": {"nprobe": lists}},
                 **_consistency(since),
             )
+            for query, hits in enumerate(answers, start):
+                here = query, slice(len(hits))
+                found.ids[here] = [hit["id"] for hit in hits]
+                found.distances[here] = [hit["distance"] for hit in hits]
+                found.values[here] = [hit["entity"]["value"] for hit in hits]
+        return found
 
 
 def _consistency(since: int) -> dict[str, Any]:

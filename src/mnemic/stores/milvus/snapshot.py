@@ -12,7 +12,17 @@ from mnemic.stores.base import Floats, Found, Ids, References, Rows, Where, noth
 from mnemic.stores.milvus.index import DEPTH, SAMPLE, enough_lists, measure
 from mnemic.stores.milvus.manifest import Manifest
 from mnemic.stores.milvus.names import Names
-from mnemic.stores.milvus.server import EVERY_LIST, MESSAGE_BYTES, MOST_FOUND, ROWS, UNSETTLED, Server, both, one_of
+from mnemic.stores.milvus.server import (
+    EVERY_LIST,
+    MESSAGE_BYTES,
+    MOST_FOUND,
+    ROWS,
+    UNSETTLED,
+    Nearest,
+    Server,
+    both,
+    one_of,
+)
 
 
 class Snapshot:
@@ -40,19 +50,18 @@ class Snapshot:
             raise UsageError(f"k = {k}: Milvus finds at most {MOST_FOUND} rows for a query")
         # Few lists hold few of the rows that a confined search may show: all of them are looked into.
         lists = EVERY_LIST if confined else enough_lists(self.manifest.curve, recall)
-        hits = self._hits(queries, limit, confined, lists)
-        if lists < EVERY_LIST and any(len(row) < limit for row in hits):
-            hits = self._hits(queries, limit, confined, EVERY_LIST)
-        sign = -1 if self.manifest.config.metric == "l2" else 1
-        for query, row in enumerate(hits):
-            here = query, slice(len(row))
-            found.ids[here] = [hit["id"] for hit in row]
-            found.scores[here] = [sign * hit["distance"] for hit in row]
-            found.values[here] = [hit["entity"]["value"] for hit in row]
-            found.mask[here] = True
+        near = self._nearest(queries, limit, confined, lists)
+        if lists < EVERY_LIST and (near.ids[:, -1] < 0).any():
+            near = self._nearest(queries, limit, confined, EVERY_LIST)
+        there = near.ids >= 0
+        score = -near.distances if self.manifest.config.metric == "l2" else near.distances
+        found.mask[:, :limit] = there
+        found.ids[:, :limit] = np.where(there, near.ids, 0)
+        found.scores[:, :limit] = np.where(there, score, -np.inf)
+        found.values[:, :limit] = near.values
         return found
 
-    def _hits(self, queries: Floats, limit: int, confined: str, lists: int) -> list[Any]:
+    def _nearest(self, queries: Floats, limit: int, confined: str, lists: int) -> Nearest:
         """What the server finds among the rows of this version.
 
         To leave others out by a filter costs a look at the number of each row. That is done only if one was met.
@@ -62,12 +71,11 @@ class Snapshot:
             self._server.settle(manifest.config, manifest.index)
             self._settled = manifest.next_id
         if not self._meets_others:
-            rows = both(confined, self.names.alive())
-            hits = [*self._server.search(queries, limit, rows, lists, manifest.time)]
-            self._meets_others = any(hit["id"] >= manifest.next_id for row in hits for hit in row)
+            near = self._server.search(queries, limit, both(confined, self.names.alive()), lists, manifest.time)
+            self._meets_others = bool((near.ids >= manifest.next_id).any())
             if not self._meets_others:
-                return hits
-        return [*self._server.search(queries, limit, self._committed(confined), lists, manifest.time)]
+                return near
+        return self._server.search(queries, limit, self._committed(confined), lists, manifest.time)
 
     def get(self, ids: Ids) -> Rows:
         """The rows of these numbers."""
@@ -122,7 +130,7 @@ class Snapshot:
         queries, own = np.array([row["key"] for row in rows], np.float32), [row["id"] for row in rows]
 
         def nearest(lists: int) -> list[list[int]]:
-            hits = self._hits(queries, DEPTH + 1, "", lists)
-            return [[hit["id"] for hit in row if hit["id"] != id] for row, id in zip(hits, own, strict=True)]
+            near = self._nearest(queries, DEPTH + 1, "", lists).ids.tolist()
+            return [[id for id in row if id not in (-1, self_id)] for row, self_id in zip(near, own, strict=True)]
 
         return measure(nearest) if rows else []

@@ -18,8 +18,9 @@ write, and what they wrote be mixed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store, Summ
 from mnemic.stores.config import StoreConfig
 from mnemic.stores.milvus.index import check, choose, enough_lists
 from mnemic.stores.milvus.manifest import Manifest
-from mnemic.stores.milvus.names import Meant
-from mnemic.stores.milvus.server import ROWS, UNSETTLED, Server, both
+from mnemic.stores.milvus.names import Meant, id_of
+from mnemic.stores.milvus.server import MESSAGE_BYTES, ROWS, UNSETTLED, Server, both
 from mnemic.stores.milvus.snapshot import Snapshot
 
 WAITING_BYTES = 256 << 20  # of keys that are kept here; beyond that they go to the server, which shows them to no one
@@ -94,6 +95,7 @@ class MilvusStore(Store):
         self._manifest = manifest
         self._snapshot = Snapshot(self._server, manifest)
         self._waiting: list[Waiting] = []
+        self._waiting_bytes = 0
         self._next = manifest.next_id
         self._written = self._deleted = 0  # rows of the next version that are on the server
         self._changed = self._unsure = False
@@ -165,7 +167,8 @@ class MilvusStore(Store):
         self._waiting.append(Waiting(ids, keys.copy(), values, references))
         self._next += len(keys)
         self._changed = True
-        if sum(waiting.keys.nbytes for waiting in self._waiting) > WAITING_BYTES:
+        self._waiting_bytes += keys.nbytes
+        if self._waiting_bytes > WAITING_BYTES:
             self._begin()
             self._write()
         return ids
@@ -212,8 +215,7 @@ class MilvusStore(Store):
         self._server.publish(dataclasses.replace(there, writer=self._mark).text())
         self._server.time, removed = None, 0
         if there.writer:
-            left = f"id >= {there.next_id} or id < {-there.next_name}"
-            removed = self._server.remove(left, self._check_mark)
+            removed = self._server.remove(_beyond(there), 0, self._check_mark)
         self._manifest = dataclasses.replace(there, writer=self._mark, deleted=there.deleted + removed)
         self._begun = True
 
@@ -254,35 +256,35 @@ class MilvusStore(Store):
             )
             self._snapshot.names.write(sources, self._unsure, self._check_mark)
             while self._waiting:
-                self._server.write(self._rows(self._waiting[0]), ROWS, self._unsure, self._check_mark)
+                for rows in self._rows(self._waiting[0]):
+                    self._server.write(rows, ROWS, self._unsure, self._check_mark)
                 self._written += len(self._waiting.pop(0).ids)
+            self._waiting_bytes = 0
         except BaseException:
             self._unsure = True  # some of it may have arrived
             raise
 
-    def _rows(self, waiting: Waiting) -> list[dict[str, Any]]:
-        references, which = waiting.references, waiting.references.which.tolist()
-        places = {number: self._snapshot.names.place(references.sources[number]) for number in set(which)}
-        columns = (waiting.ids.tolist(), waiting.values.tolist(), references.positions.tolist(), which)
-        return [
-            {
-                "id": id,
-                "key": key,
-                "value": value,
-                "position": position,
-                "source": places[number][0],
-                "space": places[number][1],
-                "name": "",
-            }
-            for key, id, value, position, number in zip(waiting.keys, *columns, strict=True)
-        ]
+    def _rows(self, waiting: Waiting) -> Iterator[list[dict[str, Any]]]:
+        """What waits as Milvus takes it, in parts of about a message."""
+        names, sources = self._snapshot.names, waiting.references.sources
+        which = waiting.references.which.tolist()
+        places = {number: names.place(sources[number]) for number in set(which)}
+        columns = (waiting.ids.tolist(), waiting.values.tolist(), waiting.references.positions.tolist())
+        step = max(1, MESSAGE_BYTES // (4 * self.config.dim + 64))
+        fields = ("key", "id", "value", "position", "source", "space", "name")
+        rows = (
+            dict(zip(fields, (*row, *places[number], ""), strict=True))
+            for *row, number in zip(waiting.keys, *columns, which, strict=True)
+        )
+        while part := [*itertools.islice(rows, step)]:
+            yield part
 
     def _commit(self) -> None:
         """Steps 2 and 3: writes, counts, and makes the next version."""
         self._write()
         manifest, names = self._manifest, self._snapshot.names
         sent = self._written + names.next - manifest.next_name
-        arrived = self._server.count(f"id >= {manifest.next_id} or id < {-manifest.next_name}") if sent else 0
+        arrived = self._server.count(_beyond(manifest)) if sent else 0
         if arrived != sent:
             raise MnemicError(
                 f"{sent} rows were sent to {self.address} and {arrived} are there, so another process may be writing. "
@@ -303,7 +305,8 @@ class MilvusStore(Store):
         """Step 4: removes what is deleted."""
         dead = self._snapshot.names.dead
         if dead:
-            self._server.remove(dead.filter(), self._check_mark)
+            self._server.remove(dead.filter(), self.next_id, self._check_mark)
+            self._snapshot.names.tell_time(self._check_mark)
             self._publish(dead_spaces=[], dead_sources=[])
             self._turn_to(self._manifest)
 
@@ -313,20 +316,22 @@ class MilvusStore(Store):
         other = choose(self.config, len(self), manifest.index) != manifest.index
         return other or manifest.next_id - manifest.settled > UNSETTLED or bool(self._snapshot.names.dead)
 
-    def _settle(self) -> None:
+    def _settle(self, anew: bool = False) -> None:
         """Takes new rows into the index if they are many, and measures its recall if they have changed it much."""
         index = choose(self.config, len(self), self._manifest.index)
-        if index != self._manifest.index:
+        if anew or index != self._manifest.index:
             self._publish(index=index, settled=0, curve=[], measured=0)
-        if self.next_id - self._manifest.settled > UNSETTLED:
-            self._server.settle(self.config, index)
+        if anew or self.next_id - self._manifest.settled > UNSETTLED:
+            self._server.settle(self.config, index, anew)
             self._publish(settled=self.next_id)
             if index != "exact" and len(self) > 2 * self._manifest.measured:
                 curve = Snapshot(self._server, self._manifest).curve()
                 self._publish(curve=curve, measured=len(self))
 
-    def compact(self, progress: Callable[[int, int], None] | None = None) -> int:
+    def compact(self, progress: Callable[[int, int], None] | None = None, rebuild: bool = False) -> int:
         """Commits, drops the names of empty namespaces, and has Milvus rewrite its segments without deleted rows.
+
+        `rebuild` makes the index anew as well; for some seconds, searches wait.
 
         When this returns, no live segment of the collection holds a deleted row. Milvus keeps the old segments' files
         until its garbage collector passes (`dataCoord.gc`: every hour, and three hours after they were dropped, unless
@@ -334,17 +339,23 @@ class MilvusStore(Store):
         the server's own broker: three days). Until then, deleted text is in the server's files, though no one finds it.
         """
         self.commit()
-        names = self._snapshot.names
-        empty = {names.spaces()[name] for name, rows in self._snapshot.namespaces().items() if not rows}
+        empty = self._snapshot.names.empty_spaces()
         if empty:
-            names.doom(Meant(empty, set()))
+            self._snapshot.names.doom(Meant(empty, set()))
             self._changed = True
             self.commit(index=False)
-        if self._manifest.deleted:
+        if self._manifest.deleted or rebuild:
             self._begin()
             self._server.compact()
             self._publish(deleted=0)
+            if rebuild:
+                self._settle(anew=True)
             self._end()
         if progress is not None:
             progress(len(self), len(self))
         return self.version
+
+
+def _beyond(manifest: Manifest) -> str:
+    """The filter for rows and names that are not committed."""
+    return f"id >= {manifest.next_id} or id <= {id_of(manifest.next_name)}"
