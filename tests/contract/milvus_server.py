@@ -11,6 +11,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -64,6 +65,7 @@ def shared(folder: Path) -> Iterator[str]:
             keeper.returncode = 0  # nobody here has to wait for it
         elif keeper:
             stop(keeper)
+            shutil.rmtree(address.parent)
 
 
 def start(folder: Path, parent: int, port: int = 0) -> subprocess.Popen[bytes]:
@@ -89,6 +91,8 @@ def stop(keeper: subprocess.Popen[bytes]) -> None:
 def main(folder: Path, parent: int, port: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     for _ in range(STARTS):
+        if not alive(parent):
+            return
         server, address = launch(folder, port)
         try:
             if wait_until_healthy(server, parent):
@@ -99,6 +103,8 @@ def main(folder: Path, parent: int, port: int) -> None:
                 return
         finally:
             end(server.server_proc)
+            if not alive(parent):
+                shutil.rmtree(folder)
     sys.exit(f"no healthy server after {STARTS} starts")
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,15 +121,19 @@ def test_rows_outside_of_the_index_are_searched_exactly(
     make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one: Any
-    one, exact = make(index="IVF16,Flat")
-    for seed in range(3):  # Milvus searches so many in lists of its own, of which it looks into an eighth
-        fill(one, exact, count=4000, seed=seed, index=False)
+    one, exact = make(index="IVF16,Flat", dim=64)
+    for seed in range(2):  # Milvus searches so many in lists of its own, of which it looks into an eighth
+        some = rows(np.random.default_rng(seed), 20_000, dim=64)
+        for each in (one, exact):
+            each.add(*some)
+            each.commit(index=False)
+    asked = np.random.default_rng(9).standard_normal((5, 64))
     assert one.summary().index == {"kind": "IVF16,Flat", "recall": 1.0, "rows": 0}
-    assert_same_answers(one, exact, queries(50), 50)
+    assert_same_answers(one, exact, asked, 50)
     with open_store(one.address) as again:
         assert again.commit() == one.version
-        assert again.summary().index["rows"] == 12_000
-        assert_same_answers(again, exact, queries(50), 50)
+        assert again.summary().index["rows"] == 40_000
+        assert_same_answers(again, exact, asked, 50)
 
     client, states = one._server._client, [[SimpleNamespace(index_id=0, num_rows=5000)]] * 2
     loaded = client.list_loaded_segments
@@ -361,8 +366,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_rows_of_a_killed_process_are_seen_by_no_one_and_cleared_away(
-    make: Callable[..., tuple[Store, Store]],
+    make: Callable[..., tuple[Store, Store]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server, "REMOVED_AT_ONCE", 7)
     one, exact = make()
     fill(one, exact)
     process = subprocess.run([sys.executable, "-c", KILLED, one.address], check=False)
@@ -516,6 +522,7 @@ def test_a_server_that_stops_stands_still_and_comes_back(tmp_path: Path, monkeyp
             one.search(queries(), 1)
     finally:
         stop(keeper)
+        shutil.rmtree(tmp_path / "own")
 
 
 # Manifests

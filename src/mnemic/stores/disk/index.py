@@ -24,6 +24,7 @@ CACHED = 1 << 20  # numbers of keys that are scored at a time
 SAMPLE = 128  # queries with which recall is measured
 DEPTH = 32  # the rows of each that should be found
 REFINEMENTS = (4, 16, 64)  # candidates looked at again with true distances, for each result asked for
+MARGIN = 0.5  # of what lacks to 1: the store's own rows, with which recall is measured, are found better than others
 POINTS_PER_LIST = 64  # rows that train a list
 
 Nearest = tuple[Ids, Floats]  # (queries, k) each, best first; id -1 and score -inf where there is nothing
@@ -132,7 +133,7 @@ class Index:
         return min(int(results * (1 + (refine - 1) / math.sqrt(results / DEPTH))), self.rows)
 
     def _cheapest(self, recall: float) -> tuple[int, int]:
-        reaching = [step for step in self.curve if step[2] >= recall]
+        reaching = [step for step in self.curve if step[2] >= recall + MARGIN * (1 - recall)]
         if recall == 1 or not reaching:
             lists, refine, _ = max(self.curve, key=lambda step: (step[2], step[0]))
             return (self.lists if recall == 1 else int(lists)), int(refine)

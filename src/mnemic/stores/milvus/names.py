@@ -101,9 +101,9 @@ class Names:
         return self._spaces(None, committed=True)
 
     def empty_spaces(self) -> set[int]:
-        """The numbers of the namespaces that have no document."""
+        """The numbers of the namespaces that have no document, as many as one commit can delete."""
         used = {space for _, space, _ in self._named(DOCUMENT, None, committed=True)}
-        return set(self.spaces().values()) - used
+        return {*sorted(set(self.spaces().values()) - used)[:MOST_DELETED]}
 
     def _spaces(self, names: Collection[str] | None, committed: bool) -> dict[str, int]:
         return {name: number for name, _, number in self._named(NAMESPACE, names, committed)}
