@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def kind(name: str, folder: Path, milvus: Callable[[], str]) -> Kind:
         return Kind(name, lambda: "ram:", lasting=False)
     if name == "milvus":
         address = milvus()
-        return Kind(name, lambda: f"{address}/mnemic_test_{next(_names)}", effort=20)
+        return Kind(name, lambda: f"{address}/mnemic_test_{os.getpid()}_{next(_names)}", effort=20)
     return Kind(name, lambda: str(folder / f"{next(_names)}.store"))
 
 

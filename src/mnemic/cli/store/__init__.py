@@ -15,7 +15,7 @@ from types import ModuleType
 from mnemic.cli.options import Parser
 from mnemic.errors import unknown_name
 
-VERBS = ("build", "add", "search", "info", "verify", "forget", "compact", "prune")
+VERBS = ("build", "add", "search", "info", "verify", "forget", "compact", "prune", "plan")
 
 EXAMPLE = """  mnemic store build python.store stdlib --model runs/a
   mnemic store search python.store "def __init__(self"

@@ -59,7 +59,7 @@ def in_words(summary: Summary) -> dict[str, str]:
     facts = {
         "store": f"{summary.address}, version {summary.version}",
         "rows": f"{summary.rows:,} of {counted(summary.documents, 'document')}",
-        "size": f"{bytes_in_words(summary.bytes)}{each}",
+        "size": f"{bytes_in_words(summary.bytes)}{each}" if summary.bytes else "unknown: the server does not say",
         "keys": f"{config.dim} numbers as {config.keys}, nearest by {METRICS[config.metric]}",
         "index": f"{index.get('kind', 'none')}{recall}, asked for: {config.recall:g}",
     }

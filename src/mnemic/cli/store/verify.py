@@ -1,4 +1,4 @@
-"""Read every byte of a store and compare it with what was written; exit code 3 if anything is damaged."""
+"""Read all of a store and compare it with what was written; exit code 3 if anything is damaged."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
     elif problems:
         print(f"{arguments.store} is damaged:", *problems, sep="\n  ")
     else:
-        print(f"{arguments.store} is whole: {rows:,} rows, every byte as it was written")
+        print(f"{arguments.store} is whole: {rows:,} rows, nothing is damaged")
     return DamagedError.exit_code if problems else 0
