@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -56,11 +57,12 @@ def _errno(error: Exception) -> int | None:
 
 def fsync(path: Path) -> None:
     """Makes a file's or folder's content durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with clear_os_errors(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
@@ -164,8 +166,11 @@ def additions(path: str | Path, last: str) -> Iterator[Path]:
 def remove_unfinished(folder: Path) -> None:
     """Removes temporary files and folders that a killed process left in `folder`; those in use are locked and stay."""
     for item in folder.glob(TEMPORARY + "*"):
+        if not item.is_dir() and not stat.S_ISREG(item.stat(follow_symlinks=False).st_mode):
+            item.unlink(missing_ok=True)
+            continue
         with contextlib.suppress(FileNotFoundError, BlockingIOError):
-            descriptor = os.open(item, os.O_RDONLY)
+            descriptor = os.open(item, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if item.is_dir():
@@ -182,25 +187,36 @@ def lock(path: str | Path, what: str) -> Iterator[None]:
     path = Path(path)
     with clear_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", errors="replace")  # noqa: SIM115 (the next line closes it)
-    with file:
+        descriptor = _open_lock(path)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = "".join(letter for letter in file.read(200) if letter.isprintable()) or "another process"
+            text = os.pread(descriptor, 200, 0).decode(errors="replace")
+            holder = "".join(letter for letter in text if letter.isprintable()) or "another process"
             raise MnemicError(f"{what} is in use by {holder}: wait for it or stop it") from None
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
         with contextlib.suppress(OSError):  # on a full disk the lock still holds
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-            file.flush()
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
         try:
             yield
         finally:
             try:  # noqa: SIM105 (when Python ends, contextlib may have gone)
-                file.truncate(0)
+                os.ftruncate(descriptor, 0)
             except OSError:
                 pass
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int:
+    """A descriptor of a lock file, made if it is not there; what is no ordinary file could lead anywhere or block."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(path))
+    return descriptor
 
 
 def checksum(path: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,4 +48,8 @@ class StoreConfig(Config):
             raise UsageError(f"recall = {self.recall}: expected a number above 0 and up to 1")
         if self.keys == "codes" and self.index == "exact":
             raise UsageError("index = 'exact' needs the keys: choose keys = 'float16' or 'float32'")
+        if len(self.index) > 200:  # FAISS's parser crashes on long texts
+            raise UsageError(f"index = {self.index[:80]!r}...: expected a factory string of at most 200 letters")
+        if any(len(number) > 7 or int(number) > 1 << 22 for number in re.findall(r"\d+", self.index)):
+            raise UsageError(f"index = {self.index[:80]!r}: expected no number above {1 << 22}")
         Origin.from_dict(dict(self.origin))

@@ -322,6 +322,7 @@ def test_checksums_of_blocks_do_not_depend_on_how_rows_come(tmp_path: Path, monk
         for part in np.split(rows, cuts):
             writer.append(part)
         sums.append(writer.finish())
+        writer.close()
     assert len(sums[0]) == 3
     assert all(one == sums[0] for one in sums)
 

@@ -6,9 +6,9 @@ when it is first touched, so that opening costs nothing and no damaged number is
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -40,53 +40,63 @@ class ColumnWriter:
     def __init__(self, path: Path, dtype: DTypeLike, width: int) -> None:
         self.path, self.dtype, self.width = path, np.dtype(dtype).newbyteorder("<"), width
         self.rows = 0
-        self.sums: list[int] = []
-        self._open = rows_of_a_block(self.dtype.itemsize * width)  # rows that the block in work still takes
+        self._sums: list[int] = []
         self._digest = xxhash.xxh3_64()
+        self._before = (0, 0, self._digest.copy())  # rows, checksums and digest before the last rows came
         with clear_os_errors(path):
-            self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 (finish or abandon closes it)
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (close closes it)
 
     def append(self, rows: NDArray[np.generic]) -> None:
         """Writes rows (n, width), converted to the file's type."""
         rows = np.ascontiguousarray(rows, self.dtype).reshape(len(rows), self.width)
+        self._before = (self.rows, len(self._sums), self._digest.copy())
         with clear_os_errors(self.path):
-            self._file.write(rows.data)
+            data = rows.reshape(-1).view(np.uint8).data
+            while data:
+                data = data[self._file.write(data) :]
         self.rows += len(rows)
+        block = rows_of_a_block(self.dtype.itemsize * self.width)
+        space = block - self._before[0] % block
         while len(rows):
-            self._digest.update(rows[: self._open].data)
-            taken = min(self._open, len(rows))
-            rows, self._open = rows[taken:], self._open - taken
-            if not self._open:
-                self._close_block()
+            self._digest.update(rows[:space].data)
+            if len(rows) >= space:
+                self._sums.append(self._digest.intdigest())
+                self._digest = xxhash.xxh3_64()
+            rows, space = rows[space:], block
 
-    def _close_block(self) -> None:
-        self.sums.append(self._digest.intdigest())
-        self._digest = xxhash.xxh3_64()
-        self._open = rows_of_a_block(self.dtype.itemsize * self.width)
+    def cut_back(self, rows: int) -> None:
+        """Takes back the last rows, if they, or a part of them, came after these `rows`."""
+        if self._before[0] == rows:
+            self.rows, whole, self._digest = rows, self._before[1], self._before[2].copy()
+            del self._sums[whole:]
+            with clear_os_errors(self.path):
+                self._file.seek(rows * self.width * self.dtype.itemsize)
+                self._file.truncate()
 
     def finish(self) -> list[int]:
-        """Makes the file durable and returns the checksums of its blocks."""
-        if self._open != rows_of_a_block(self.dtype.itemsize * self.width):
-            self._close_block()
-        with clear_os_errors(self.path), self._file as file:
-            file.flush()
-            os.fsync(file.fileno())
-        return self.sums
+        """Makes the file durable and returns the checksums of its blocks; more rows may follow."""
+        with clear_os_errors(self.path):
+            os.fsync(self._file.fileno())
+        partial = self.rows % rows_of_a_block(self.dtype.itemsize * self.width)
+        return [*self._sums, self._digest.intdigest()] if partial else self._sums
 
-    def abandon(self) -> None:
-        """Closes the file without caring what is in it."""
-        with contextlib.suppress(OSError):  # what could not be written any more (a full disk) is not wanted
-            self._file.close()
+    def close(self) -> None:
+        """Lets go of the file."""
+        self._file.close()
 
 
 def open_inside(path: Path) -> int:
-    """A descriptor of a file of the store; a link, which could lead anywhere, is refused."""
+    """A descriptor of a file of the store; a link, which could lead anywhere, a pipe or a folder is refused."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror}): it is no ordinary file of a store") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedError(f"{path} is no ordinary file: copy it back from a backup, or build the store again")
+    return descriptor
 
 
 class Column:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import faiss
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from mnemic.files import clear_os_errors
 from mnemic.stores.base import Floats, Ids, Where
@@ -66,7 +67,7 @@ def updated(
     if todo is None:
         return None
     if todo == "extend" and old is not None and snapshot.index is not None:
-        index, factory, first, trained = snapshot.index.faiss, old.factory, old.end, old.trained
+        index, factory, first, trained = snapshot.take_index(), old.factory, old.end, old.trained
         curve, measured = old.curve, old.measured
     else:
         factory, first, trained, measured = choose(config, len(snapshot)), 0, len(snapshot), 0
@@ -88,9 +89,11 @@ def without_deleted(snapshot: Snapshot, number: int) -> IndexRecord | None:
     old, selection = snapshot.manifest.index, snapshot.selection(Where())[0]
     if old is None or snapshot.index is None or selection is None:
         return old
-    index = snapshot.index.faiss
+    index = snapshot.take_index()
     index.remove_ids(faiss.IDSelectorNot(faiss.IDSelectorBitmap(np.packbits(selection, bitorder="little"))))
     _wipe_unused(index)
+    _wipe_centres(index)
+    _wipe_codebook(index)
     size, checksum = write(index, index_path(snapshot.folder, number))
     changes = {"file": number, "bytes": size, "checksum": checksum, "rows": index.ntotal}
     return dataclasses.replace(old, **changes)
@@ -106,6 +109,51 @@ def _wipe_unused(index: Any) -> None:
         used = lists.list_size(number)
         for place in range(used, -(-used // lists.n_per_block) * lists.n_per_block):
             lists.packer.pack_1_c(faiss.swig_ptr(empty), place, lists.get_codes(number))
+
+
+def _wipe_centres(index: Any) -> None:
+    """Puts another list's centre in place of those whose rows are all gone: it could be a copy of the only row."""
+    inverted = faiss.extract_index_ivf(index)
+    quantizer = faiss.downcast_index(inverted.quantizer)
+    sizes = np.array([inverted.invlists.list_size(number) for number in range(inverted.nlist)])
+    if not isinstance(quantizer, faiss.IndexFlat) or sizes.all():
+        return
+    centres = faiss.rev_swig_ptr(quantizer.get_xb(), inverted.nlist * quantizer.d).reshape(inverted.nlist, -1)
+    centres[sizes == 0] = centres[int(sizes.argmax())] if sizes.any() else 0
+
+
+def _wipe_codebook(index: Any) -> None:
+    """The same for entries of a product quantiser's codebook that no row needs any more."""
+    inverted = faiss.downcast_index(faiss.extract_index_ivf(index))
+    if not hasattr(inverted, "pq"):
+        return
+    lists, pq = faiss.downcast_InvertedLists(inverted.invlists), inverted.pq
+    used = np.zeros((pq.M, pq.ksub), np.bool_)
+    for number in range(lists.nlist):
+        for codes in _codes_of(lists, number):
+            bits = np.unpackbits(codes, axis=1, bitorder="little")[:, : pq.M * pq.nbits].reshape(len(codes), pq.M, -1)
+            entries = bits @ (1 << np.arange(pq.nbits))
+            used[np.arange(pq.M), entries] = True
+            if used.all():
+                return
+    table = faiss.vector_to_array(pq.centroids).reshape(pq.M, pq.ksub, pq.dsub)
+    for part in range(pq.M):
+        table[part, ~used[part]] = table[part, int(used[part].argmax())] if used[part].any() else 0
+    faiss.copy_array_to_vector(table.reshape(-1), pq.centroids)
+
+
+def _codes_of(lists: Any, number: int) -> Iterator[NDArray[np.uint8]]:
+    """The codes of a list's rows (n, bytes), piece by piece."""
+    size = lists.list_size(number)
+    if not isinstance(lists, faiss.BlockInvertedLists):
+        if size:
+            yield faiss.rev_swig_ptr(lists.get_codes(number), size * lists.code_size).reshape(size, -1)
+        return
+    for start in range(0, size, lists.n_per_block):
+        piece = np.empty((lists.n_per_block, lists.packer.code_size), np.uint8)
+        block = faiss.rev_swig_ptr(lists.get_codes(number), (start // lists.n_per_block + 1) * lists.block_size)
+        lists.packer.unpack_all(faiss.swig_ptr(block[-lists.block_size :]), faiss.swig_ptr(piece))
+        yield piece[: size - start]
 
 
 def sample(snapshot: Snapshot, count: int) -> tuple[Ids, Floats]:

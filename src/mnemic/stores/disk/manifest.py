@@ -118,7 +118,7 @@ def read(folder: Path, version: int) -> Manifest:
     except (UsageError, DamagedError) as error:
         older = [other for other in versions(folder) if other < version]
         hint = f"; the version before is {older[-1]}: open_store(..., version={older[-1]})" if older else ""
-        raise DamagedError(f"{path} cannot be used: {error}{hint}") from None
+        raise DamagedError(f"{path} cannot be used: {str(error)[:300]}{hint}") from None
     if manifest.version != version:
         raise DamagedError(f"{path} holds the manifest of version {manifest.version}: files were exchanged")
     return manifest
@@ -203,6 +203,8 @@ def _consistent(manifest: Manifest) -> Manifest:
         if index.end > manifest.next_id or index.rows > index.end or not index.curve:
             raise DamagedError("its index covers rows that are not there")
         for step in index.curve:
+            if step[1:2] > [1] and manifest.config.keys == "codes":
+                raise DamagedError("it looks again at candidates, whose keys it does not keep")
             if len(step) != 3 or not (1 <= step[0] <= 2**31 and 1 <= step[1] <= 2**16 and 0 <= step[2] <= 1):
                 raise DamagedError("what it says of the index's recall makes no sense")
     if len(set(files)) != len(files) or any(file >= manifest.next_file for file in files):
@@ -216,6 +218,8 @@ def _consistent(manifest: Manifest) -> Manifest:
             raise DamagedError(f"segment {segment.file} has no keys, and no index holds them")
     if sum(segment.rows for segment in manifest.segments) > manifest.next_id:
         raise DamagedError("it has more rows than were ever added")
+    if sum(count for _, count in manifest.deleted) > sum(segment.rows for segment in manifest.segments):
+        raise DamagedError("it has more deleted rows than rows")
     end = 0
     for first, count in manifest.deleted:
         if first < end or not count or first + count > manifest.next_id:

@@ -10,15 +10,16 @@ keys                the vectors, last, because a store of codes drops them
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from mnemic.errors import DamagedError
 from mnemic.stores.base import Ids, Source
@@ -44,12 +45,16 @@ class SegmentWriter:
 
     def __init__(self, folder: Path, number: int, config: StoreConfig, keys: bool = True) -> None:
         self.folder, self.number, self.rows = folder, number, 0
-        self._columns = {
-            "values": ColumnWriter(file_of(folder, number, "values"), np.uint32, 1),
-            "positions": ColumnWriter(file_of(folder, number, "positions"), np.uint32, 1),
-        }
+        shapes: dict[str, tuple[Any, int]] = {"values": (np.uint32, 1), "positions": (np.uint32, 1)}
         if keys:
-            self._columns["keys"] = ColumnWriter(file_of(folder, number, "keys"), key_type(config), config.dim)
+            shapes["keys"] = (key_type(config), config.dim)
+        self._columns: dict[str, ColumnWriter] = {}
+        try:
+            for name, (dtype, width) in shapes.items():
+                self._columns[name] = ColumnWriter(file_of(folder, number, name), dtype, width)
+        except BaseException:
+            self.abandon()
+            raise
         self._sources: dict[Source, int] = {}
         self._spans: list[NDArray[np.int64]] = []
         self._runs: list[NDArray[np.int64]] = []
@@ -64,9 +69,33 @@ class SegmentWriter:
         which: NDArray[np.int64],
         ids: Ids,
     ) -> None:
-        """Writes rows; row i refers to `sources[which[i]]`."""
+        """Writes rows; row i refers to `sources[which[i]]`. What fails (a full disk) can be tried again."""
         if not len(ids):
             return
+        before = self.rows, len(self._spans), len(self._runs), len(self._sources), self._last_source, self._next_id
+        try:
+            self._append(keys, values, positions, sources, which, ids)
+        except BaseException:
+            self._take_back(*before)
+            raise
+
+    def _take_back(self, rows: int, spans: int, runs: int, sources: int, last_source: int, next_id: int) -> None:
+        """Goes back to the state before the last rows."""
+        self.rows, self._last_source, self._next_id = rows, last_source, next_id
+        del self._spans[spans:], self._runs[runs:]
+        self._sources = dict(itertools.islice(self._sources.items(), sources))
+        for column in self._columns.values():
+            column.cut_back(rows)
+
+    def _append(
+        self,
+        keys: NDArray[np.generic] | None,
+        values: NDArray[np.generic],
+        positions: NDArray[np.generic],
+        sources: Sequence[Source],
+        which: NDArray[np.int64],
+        ids: Ids,
+    ) -> None:
         used = np.unique(which)
         number_of = np.zeros(len(sources), np.int64)
         for number in used.tolist():
@@ -108,7 +137,7 @@ class SegmentWriter:
             )
 
     def finish(self) -> SegmentRecord:
-        """Makes everything durable; the record is what a manifest needs."""
+        """Makes everything durable; the record is what a manifest needs. More rows may follow, and another `finish`."""
         spans, runs = np.concatenate(self._spans), np.concatenate(self._runs)
         lines = "".join(json.dumps(list(source), ensure_ascii=False) + "\n" for source in self._sources).encode()
         small: tuple[tuple[str, Any, Any, int], ...] = (
@@ -116,24 +145,38 @@ class SegmentWriter:
             ("runs", runs, np.int64, 2),
             ("sources", np.frombuffer(lines, np.uint8), np.uint8, 1),
         )
-        for name, data, dtype, width in small:
-            self._columns[name] = ColumnWriter(file_of(self.folder, self.number, name), dtype, width)
-            self._columns[name].append(data)
-        names = [name for name in COLUMNS if name in self._columns]
-        sums = np.array([one for name in names for one in self._columns[name].finish()], np.uint64)
-        writer = ColumnWriter(file_of(self.folder, self.number, "sums"), np.uint64, 1)
-        writer.append(sums)
-        writer.finish()
+        sums_of = {name: column.finish() for name, column in self._columns.items()}
+        sums_of |= {name: self._write(name, data, dtype, width) for name, data, dtype, width in small}
+        sums = np.array([one for name in COLUMNS for one in sums_of.get(name, [])], np.uint64)
+        self._write("sums", sums, np.uint64, 1)
         checksum = xxhash.xxh3_128_hexdigest(sums.astype("<u8").tobytes())
         return SegmentRecord(
             self.number, self.rows, len(spans), len(runs), len(lines), "keys" in self._columns, checksum
         )
 
+    def _write(self, name: str, data: NDArray[np.generic], dtype: DTypeLike, width: int) -> list[int]:
+        with contextlib.closing(ColumnWriter(file_of(self.folder, self.number, name), dtype, width)) as column:
+            column.append(data)
+            return column.finish()
+
+    def close(self) -> None:
+        """Lets go of the files."""
+        for column in self._columns.values():
+            column.close()
+
     def abandon(self) -> None:
         """Removes what was written."""
-        for column in self._columns.values():
-            column.abandon()
+        self.close()
         remove(self.folder, self.number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.rows:
+            self.close()
+        else:
+            self.abandon()
 
 
 COLUMNS = ("values", "positions", "spans", "runs", "sources", "keys")
@@ -239,6 +282,19 @@ class Segment:
         yield from (self.values, self.positions, self._spans, self._runs, self._sources)
         if self.keys is not None:
             yield self.keys
+
+
+def groups(segments: list[Segment], most: int) -> list[list[Segment]]:
+    """Neighbours that fit into one segment together; those with keys and those without stay apart."""
+    found: list[list[Segment]] = []
+    for segment in segments:
+        last = found[-1] if found else []
+        together = last and (last[0].keys is None) == (segment.keys is None)
+        if together and sum(one.rows for one in last) + segment.rows <= most:
+            last.append(segment)
+        else:
+            found.append([segment])
+    return found
 
 
 def _text(value: Any) -> str:

@@ -23,6 +23,7 @@ from mnemic.stores.disk.index import (
     Nearest,
     Selection,
     best_of,
+    faiss_metric,
     lists_of,
     look_at_all,
     top,
@@ -53,6 +54,7 @@ class Snapshot:
             opened.get(record) or Segment(folder, record, self.config) for record in manifest.segments
         ]
         self._index_file = self._open_index()
+        self.bytes = 0  # of all its files
         self._exact: dict[tuple[Where, int], Exact] = {}
         self._selections: dict[Where, tuple[Selection | None, int]] = {}
 
@@ -80,7 +82,16 @@ class Snapshot:
         if record is None or self._index_file is None:
             return None
         self.check_index()
-        return Index(faiss.read_index(f"/dev/fd/{self._index_file}"), self.config, record.curve)
+        index = faiss.read_index(f"/dev/fd/{self._index_file}")
+        if (index.d, index.metric_type, index.ntotal) != (self.config.dim, faiss_metric(self.config), record.rows):
+            raise DamagedError(f"{index_path(self.folder, record.file)} does not fit the store: files were exchanged")
+        return Index(index, self.config, record.curve)
+
+    def take_index(self) -> Any:
+        """FAISS's index for someone who changes it; who searches this version afterwards reads it again."""
+        index = self.index
+        self.__dict__.pop("index", None)
+        return index.faiss if index is not None else None
 
     def check_index(self) -> None:
         """Compares the index's file with its checksum."""
@@ -120,6 +131,12 @@ class Snapshot:
         if (first[1:] < end[:-1]).any() or end[-1] > self.manifest.next_id:
             raise DamagedError(f"{self.folder}: the numbers of its rows are out of order")
         return first, owner, row, end
+
+    @property
+    def end(self) -> int:
+        """One more than the highest number of a row: no more than that has to be set aside for marks."""
+        ends = self._runs[3]
+        return int(ends[-1]) if len(ends) else 0
 
     def locate(self, ids: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Segment and row in it of each id; segment -1 where there is no such row."""
@@ -177,11 +194,11 @@ class Snapshot:
     # Which rows may be found
 
     def selection(self, where: Where) -> tuple[Selection | None, int]:
-        """By id which rows are meant, and how many; None for all rows that there are."""
+        """By id which rows are meant, up to the last row, and how many; None for all rows that there are."""
         if where.everything and not self.manifest.deleted:
             return None, len(self)
         if where not in self._selections:
-            mask = np.zeros(self.manifest.next_id, np.bool_)
+            mask = np.zeros(self.end, np.bool_)
             for segment in self.segments:
                 met = segment.matching(where.__contains__)
                 bounds = np.r_[segment.runs[:, 0], segment.rows]
@@ -219,7 +236,9 @@ class Snapshot:
         index, record = self.index, self.manifest.index
         if index is None or record is None or self._better_without(index, where, selection, count):
             return self._found(*self._look_at(where, 0, queries, k), k)
-        ids, scores = self._ask_index(index, record.end, queries, k, selection, recall)
+        ids, scores = np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
+        if index.faiss.ntotal:
+            ids, scores = self._ask_index(index, record.end, queries, k, selection, recall)
         if record.end < self.manifest.next_id:
             ids, scores = best_of([(ids, scores), self._look_at(where, record.end, queries, k)], k)
         return self._found(ids, scores, k)

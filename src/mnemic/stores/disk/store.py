@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mnemic.errors import DamagedError, MnemicError, UsageError
-from mnemic.files import clear_os_errors, fsync, lock, remove_unfinished
+from mnemic.files import TEMPORARY, clear_os_errors, fsync, lock, remove_unfinished
 from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store, Summary, Where
 from mnemic.stores.config import StoreConfig
 from mnemic.stores.disk import indexing
 from mnemic.stores.disk import manifest as manifests
 from mnemic.stores.disk.manifest import Manifest, SegmentRecord
-from mnemic.stores.disk.segments import COLUMNS, Segment, SegmentWriter, file_of
+from mnemic.stores.disk.ranges import joined, ranges_of
+from mnemic.stores.disk.segments import COLUMNS, Segment, SegmentWriter, file_of, groups
 from mnemic.stores.disk.snapshot import Snapshot, index_path
 
 SMALL = 1 << 16  # rows up to which segments are merged as they come
@@ -38,6 +39,7 @@ class DiskStore(Store):
         self._fixed = version is not None
         self._writer: SegmentWriter | None = None
         self._deleted: list[tuple[int, int]] = []
+        self._publishing = False  # whether a new manifest may have been written
         if not self._is_store():
             if config is None:
                 raise UsageError(
@@ -62,14 +64,19 @@ class DiskStore(Store):
         """Writes version 0, which has no rows."""
         indexing.check(config)
         with clear_os_errors(self.folder):
+            new = [self.folder, *(one for one in self.folder.absolute().parents if not one.exists())]
             self.folder.mkdir(parents=True, exist_ok=True)
-        if any(name != "lock" for name in os.listdir(self.folder)):
+        foreign = [name for name in os.listdir(self.folder) if name != "lock" and not name.startswith(TEMPORARY)]
+        if foreign and not self._is_store():
             raise UsageError(f"{self.folder} has files that are no store's: give another folder")
         self._hold()
-        if not self._is_store():
-            manifests.write(self.folder, Manifest(0, config))
-            fsync(self.folder.parent)
-        self._let_go()
+        try:
+            if not self._is_store():
+                for folder in new:
+                    fsync(folder.parent)
+                manifests.write(self.folder, Manifest(0, config))
+        finally:
+            self._let_go()
 
     def _open(self, version: int | None = None, known: Snapshot | None = None) -> Snapshot:
         """The newest version, or that one. Files may go while we look, if someone compacts the store: look again."""
@@ -79,7 +86,9 @@ class DiskStore(Store):
                 raise UsageError(f"{self.folder} has no version {version}: it has {', '.join(map(str, there))}")
             newest = there[-1] if version is None else version
             try:
-                return Snapshot(self.folder, manifests.read(self.folder, newest), known)
+                snapshot = Snapshot(self.folder, manifests.read(self.folder, newest), known)
+                snapshot.bytes = sum(path.stat().st_size for path in self._files(snapshot.manifest))
+                return snapshot
             except FileNotFoundError as error:
                 if manifests.versions(self.folder) == there:
                     raise DamagedError(
@@ -124,8 +133,8 @@ class DiskStore(Store):
             rows = np.arange(segment.rows)
             if selection is not None:
                 rows = rows[selection[segment.ids_of(rows)]]
-            used, counts = np.unique(segment.sources_of(rows), return_counts=True)
-            for number, count in zip(used.tolist(), counts.tolist(), strict=True):
+            used, times = np.unique(segment.sources_of(rows), return_counts=True)
+            for number, count in zip(used.tolist(), times.tolist(), strict=True):
                 source = segment.sources[number]
                 documents.add(source)
                 namespaces[source.namespace] = namespaces.get(source.namespace, 0) + count
@@ -133,17 +142,8 @@ class DiskStore(Store):
         if record is not None:
             measured = max(step[2] for step in record.curve)
             index = {"kind": record.factory, "recall": measured, "rows": record.rows, "curve": record.curve}
-        size = sum(path.stat().st_size for path in self._files(manifest))
-        return Summary(
-            self.address,
-            self.version,
-            len(self),
-            len(documents),
-            dict(sorted(namespaces.items())),
-            self.config,
-            index,
-            size,
-        )
+        counts = (len(self), len(documents), dict(sorted(namespaces.items())))
+        return Summary(self.address, self.version, *counts, self.config, index, self._snapshot.bytes)
 
     def _files(self, manifest: Manifest) -> list[Path]:
         """The files that a version needs."""
@@ -188,17 +188,47 @@ class DiskStore(Store):
         if self._fixed:
             raise UsageError(f"{self.folder} was opened at version {self.version}: open the newest one to write")
         if self._held:
+            self._catch_up()
             return
         self._hold()
         try:
             self.refresh()
-            for name in os.listdir(self.folder):
-                found = _FILE.fullmatch(name)
-                if found and int(found[1]) >= self._snapshot.manifest.next_file:
-                    (self.folder / name).unlink()
+            self._remove_unpublished()
         except BaseException:
             self._let_go()
             raise
+
+    def _remove_unpublished(self) -> None:
+        """Removes files that no version needs and nobody is writing to."""
+        pending = self._writer.number if self._writer is not None else None
+        for name in os.listdir(self.folder):
+            found = _FILE.fullmatch(name)
+            if found and int(found[1]) >= self._snapshot.manifest.next_file and int(found[1]) != pending:
+                self._remove(name)
+
+    @contextlib.contextmanager
+    def _tidy(self) -> Iterator[None]:
+        """Leaves nothing of what fails: a full disk shall not get fuller."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._catch_up()
+                self._remove_unpublished()
+            raise
+
+    def _catch_up(self) -> None:
+        """Turns to what a commit published that was broken off right after; nothing of it is pending any more."""
+        if self._publishing:
+            if manifests.versions(self.folder)[-1] != self.version:
+                self._turn_to(self._open(known=self._snapshot))
+                self._nothing_pending()
+            self._publishing = False
+
+    def _nothing_pending(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._deleted = None, []
 
     def _add(self, keys: Floats, values: NDArray[np.int64], references: References) -> Ids:
         self._begin()
@@ -206,65 +236,66 @@ class DiskStore(Store):
         if self._writer is None:
             self._writer = SegmentWriter(self.folder, manifest.next_file, self.config)
         ids = np.arange(len(keys)) + manifest.next_id + self._writer.rows
-        try:
-            self._writer.append(keys, values, references.positions, references.sources, references.which, ids)
-        except BaseException:  # half of the rows may be in the file
-            self._drop_pending()
-            raise
+        self._writer.append(keys, values, references.positions, references.sources, references.which, ids)
         return ids
 
     def delete(self, where: Where | str | Iterable[str]) -> int:
         where = Where.of(where)
         self._begin()
-        manifest, before = self._snapshot.manifest, self._marked()
+        before, next_id = self._marked(), self._snapshot.manifest.next_id
         selection, _ = self._snapshot.selection(where)
-        mask = np.zeros(manifest.next_id + (self._writer.rows if self._writer is not None else 0), np.bool_)
+        mask = np.zeros(self._snapshot.end, np.bool_)
         if selection is not None:
-            mask[: len(selection)] = selection
+            mask[:] = selection
         else:
             for segment in self._snapshot.segments:
                 mask[segment.ids_of(np.arange(segment.rows))] = True
+        ranges = ranges_of(mask)
         if self._writer is not None and self._writer.rows:
-            mask[manifest.next_id :] = self._writer.matching(where.__contains__)
-        self._deleted = _joined([*self._deleted, *_ranges(mask)])
+            pending = ranges_of(self._writer.matching(where.__contains__))
+            ranges += [(first + next_id, end + next_id) for first, end in pending]
+        self._deleted = joined([*self._deleted, *ranges])
         return self._marked() - before
 
     def _marked(self) -> int:
         return sum(end - first for first, end in self._deleted)
 
     def commit(self, index: bool = True) -> int:
+        self._catch_up()
         if self._writer is None and not self._deleted:
             if index and not self._fixed and indexing.due(self._snapshot):
                 self._begin()
-                self._update_index()
+                with self._tidy():
+                    self._update_index()
             return self.version
+        with self._tidy():
+            self._commit_rows()
+            if index:
+                self._update_index()
+        return self.version
+
+    def _commit_rows(self) -> None:
         manifest = self._snapshot.manifest
         segments, number, next_id = list(manifest.segments), manifest.next_file, manifest.next_id
-        try:
-            if self._writer is not None:
-                next_id += self._writer.rows
-                segments, number = self._merged(segments, self._writer.finish())
-                self._writer = None
-            deleted = _joined([*((first, first + count) for first, count in manifest.deleted), *self._deleted])
-            fsync(self.folder)
-            self._publish(
-                segments=segments,
-                next_file=number + 1,
-                next_id=next_id,
-                deleted=[[first, end - first] for first, end in deleted],
-            )
-        except BaseException:
-            self._drop_pending()
-            raise
-        self._deleted = []
-        if index:
-            self._update_index()
-        return self.version
+        if self._writer is not None and self._writer.rows:
+            next_id += self._writer.rows
+            segments, number = self._merged(segments, self._writer.finish())
+        deleted = joined([*((first, first + count) for first, count in manifest.deleted), *self._deleted])
+        fsync(self.folder)
+        self._publish(
+            segments=segments,
+            next_file=number + 1,
+            next_id=next_id,
+            deleted=[[first, end - first] for first, end in deleted],
+        )
 
     def _publish(self, **changes: Any) -> None:
         """Writes the next manifest and turns to it."""
+        self._publishing = True
         manifests.write(self.folder, self._snapshot.manifest.replaced(**changes))
         self._turn_to(self._open(known=self._snapshot))
+        self._nothing_pending()
+        self._publishing = False
 
     def _merged(self, segments: list[SegmentRecord], new: SegmentRecord) -> tuple[list[SegmentRecord], int]:
         """The segments with the new one, which takes in small ones before it that are no longer than itself."""
@@ -274,10 +305,10 @@ class DiskStore(Store):
             rows += segments[taken].rows
         if taken == len(segments) or not all(record.keys for record in segments[taken:]):
             return [*segments, new], new.file
-        writer = SegmentWriter(self.folder, new.file + 1, self.config)
-        for segment in [*self._snapshot.segments[taken:], Segment(self.folder, new, self.config)]:
-            writer.copy(segment)
-        return [*segments[:taken], writer.finish()], writer.number
+        with SegmentWriter(self.folder, new.file + 1, self.config) as writer:
+            for segment in [*self._snapshot.segments[taken:], Segment(self.folder, new, self.config)]:
+                writer.copy(segment)
+            return [*segments[:taken], writer.finish()], writer.number
 
     def _update_index(self, anew: bool = False, progress: Callable[[int, int], None] | None = None) -> None:
         """Makes the index anew, or puts new rows into it, if it is time."""
@@ -295,7 +326,15 @@ class DiskStore(Store):
 
     def compact(self, progress: Callable[[int, int], None] | None = None, rebuild: bool = False) -> int:
         self._begin()
-        self.commit(index=False)
+        with self._tidy():
+            self.commit(index=False)
+            self._rewrite(progress)
+            self._update_index(anew=rebuild, progress=progress)
+            self._forget_the_past()
+        return self.version
+
+    def _rewrite(self, progress: Callable[[int, int], None] | None) -> None:
+        """Publishes a version without deleted rows."""
         manifest = self._snapshot.manifest
         segments, number = self._rewritten(progress)
         index = manifest.index
@@ -307,27 +346,22 @@ class DiskStore(Store):
         if manifest.deleted or segments != manifest.segments:
             fsync(self.folder)
             self._publish(segments=segments, deleted=[], index=index, next_file=number)
-        self._update_index(anew=rebuild, progress=progress)
-        self._forget_the_past()
-        return self.version
 
     def _rewritten(self, progress: Callable[[int, int], None] | None) -> tuple[list[SegmentRecord], int]:
         """The segments without deleted rows, small ones put together, and the next number for a file."""
         selection, _ = self._snapshot.selection(Where())
         number, done, records = self._snapshot.manifest.next_file, 0, []
-        for group in _groups(self._snapshot.segments):
+        for group in groups(self._snapshot.segments, MERGED):
             keep = [None if selection is None else selection[one.ids_of(np.arange(one.rows))] for one in group]
             if len(group) == 1 and (keep[0] is None or keep[0].all()):
                 records.append(group[0].record)
             else:
-                writer = SegmentWriter(self.folder, number, self.config, keys=group[0].keys is not None)
-                for segment, kept in zip(group, keep, strict=True):
-                    writer.copy(segment, kept)
-                if writer.rows:
-                    records.append(writer.finish())
-                    number += 1
-                else:
-                    writer.abandon()
+                with SegmentWriter(self.folder, number, self.config, keys=group[0].keys is not None) as writer:
+                    for segment, kept in zip(group, keep, strict=True):
+                        writer.copy(segment, kept)
+                    if writer.rows:
+                        records.append(writer.finish())
+                        number += 1
             done += sum(segment.rows for segment in group)
             if progress is not None:
                 progress(done, sum(segment.rows for segment in self._snapshot.segments))
@@ -335,16 +369,19 @@ class DiskStore(Store):
 
     def _forget_the_past(self) -> None:
         """Removes older versions and all files that only they needed."""
-        with clear_os_errors(self.folder):
-            for version in manifests.versions(self.folder):
-                if version < self.version:
-                    manifests.path_of(self.folder, version).unlink()
-            fsync(self.folder)
-            needed = {path.name for path in self._files(self._snapshot.manifest)}
-            for name in os.listdir(self.folder):
-                if _FILE.fullmatch(name) and name not in needed:
-                    (self.folder / name).unlink()
-            fsync(self.folder)
+        for version in manifests.versions(self.folder):
+            if version < self.version:
+                self._remove(manifests.path_of(self.folder, version).name)
+        fsync(self.folder)
+        needed = {path.name for path in self._files(self._snapshot.manifest)}
+        for name in os.listdir(self.folder):
+            if _FILE.fullmatch(name) and name not in needed:
+                self._remove(name)
+        fsync(self.folder)
+
+    def _remove(self, name: str) -> None:
+        with clear_os_errors(self.folder / name):
+            (self.folder / name).unlink()
 
     def _drop_pending(self) -> None:
         if self._writer is not None:
@@ -355,33 +392,3 @@ class DiskStore(Store):
         self._drop_pending()
         self._snapshot.close()
         self._let_go()
-
-
-def _groups(segments: list[Segment]) -> list[list[Segment]]:
-    """Neighbours that fit into one segment together; those with keys and those without stay apart."""
-    groups: list[list[Segment]] = []
-    for segment in segments:
-        last = groups[-1] if groups else []
-        together = last and (last[0].keys is None) == (segment.keys is None)
-        if together and sum(one.rows for one in last) + segment.rows <= MERGED:
-            last.append(segment)
-        else:
-            groups.append([segment])
-    return groups
-
-
-def _ranges(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """(first, end) of the stretches that are true."""
-    edges = np.flatnonzero(np.diff(np.r_[False, mask, False]))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same numbers in as few ranges as possible, in order."""
-    joined: list[tuple[int, int]] = []
-    for first, end in sorted(ranges):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((first, end))
-    return joined
