@@ -58,9 +58,9 @@ def part_keys(options: argparse.Namespace) -> dict[str, Any]:
     model = "decoder:hidden_size=128,num_hidden_layers=4,num_attention_heads=4"
     command = ["train", "stdlib", f"--model={model}", "--vocab-size=4096", f"--steps={options.steps}", f"--out={run}"]
     subprocess.run([sys.executable, "-m", "mnemic", *command, "--learning-rate=0.002", "--batch-size=16"], check=True)
-    made = [sys.executable, "-m", "mnemic", "store", "build", "stdlib", f"--model={run / 'model'}", "--index=exact"]
-    subprocess.run([*made, f"--out={keys}", "--window=256", "--min-context=128"], check=True)
-    subprocess.run([*made, f"--out={keys}.valid", "--window=256", "--min-context=128", "--split=valid"], check=True)
+    for path, split in ((str(keys), "train"), (f"{keys}.valid", "valid")):
+        command = ["store", "build", path, "stdlib", f"--model={run}", f"--split={split}", "--index=exact"]
+        subprocess.run([sys.executable, "-m", "mnemic", *command, "--window=256", "--min-context=128"], check=True)
     for address, name in ((keys, "rows"), (f"{keys}.valid", "queries")):
         with mnemic.open_store(address) as store:
             ids = np.arange(len(store))
