@@ -20,7 +20,7 @@ from mnemic.stores.disk import indexing
 from mnemic.stores.disk import manifest as manifests
 from mnemic.stores.disk.manifest import Manifest, SegmentRecord
 from mnemic.stores.disk.ranges import joined, ranges_of
-from mnemic.stores.disk.segments import COLUMNS, Segment, SegmentWriter, file_of, groups
+from mnemic.stores.disk.segments import COLUMNS, Segment, SegmentWriter, file_of, groups, remove
 from mnemic.stores.disk.snapshot import Snapshot, index_path
 
 SMALL = 1 << 16  # rows up to which segments are merged as they come
@@ -288,6 +288,8 @@ class DiskStore(Store):
             next_id=next_id,
             deleted=[[first, end - first] for first, end in deleted],
         )
+        for merged in range(manifest.next_file, number):  # into the segment of that number; no version ever had them
+            remove(self.folder, merged)
 
     def _publish(self, **changes: Any) -> None:
         """Writes the next manifest and turns to it."""
