@@ -118,10 +118,10 @@ class Column:
                     f"{path} has {size} bytes where {wanted} belong: it was cut short or exchanged. "
                     f"Copy it back from a backup, or build the store again"
                 )
-            data = mmap.mmap(descriptor, wanted, access=mmap.ACCESS_READ) if wanted else b""
+            self._map = mmap.mmap(descriptor, wanted, access=mmap.ACCESS_READ) if wanted else None
         finally:
             os.close(descriptor)
-        self._array = np.frombuffer(data, dtype).reshape((rows, width) if width > 1 else rows)
+        self._array = np.frombuffer(self._map or b"", dtype).reshape((rows, width) if width > 1 else rows)
 
     def _check(self, block: int) -> None:
         start = block * self._block_rows
@@ -139,9 +139,13 @@ class Column:
 
     def check_all(self) -> None:
         """Looks at every block that was not looked at yet."""
+        if self._whole:
+            return
         for block in np.flatnonzero(~self._checked):
             self._check(int(block))
         self._whole = True
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)  # what was only looked at does not stay in this process's memory
 
     def touch(self, rows: NDArray[np.int64]) -> None:
         """Checks the blocks of these rows that were not checked yet."""
@@ -155,6 +159,11 @@ class Column:
         """A copy of these rows."""
         self.touch(rows)
         return self._array.take(rows, 0)
+
+    @property
+    def bytes(self) -> int:
+        """The size of the file."""
+        return self._array.nbytes
 
     @property
     def checked(self) -> bool:

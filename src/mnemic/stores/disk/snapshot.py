@@ -32,6 +32,7 @@ from mnemic.stores.disk.index import (
 from mnemic.stores.disk.manifest import Manifest
 from mnemic.stores.disk.segments import Segment, key_type, pieces
 
+CHECKED_AT_ONCE = 1 << 30  # bytes of keys that are checked before the first of them is looked at again
 CANDIDATES = 1 << 21  # rows that are looked at again at a time
 REMEMBERED = 4  # selections kept ready
 
@@ -276,6 +277,8 @@ class Snapshot:
             return np.concatenate([ids for ids, _ in answers]), np.concatenate([scores for _, scores in answers])
         look = self._look_twice if refine > 1 else index.search
         ids, scores = look(queries, k, lists, selection, candidates)
+        if selection is None and ids.min() >= 0:
+            return ids, scores
         enough = min(k, index.rows if selection is None else int(selection[:end].sum()))
         while enough and lists < index.lists and (short := ids[:, enough - 1] < 0).any():
             lists *= 8  # there were too few rows in the lists it looked into
@@ -287,6 +290,8 @@ class Snapshot:
         index, keys = self.index, self._keys_in_order
         if index is None:
             return self._look_at(Where(), 0, queries, k)
+        if keys is not None and keys.bytes <= CHECKED_AT_ONCE:
+            keys.check_all()
         if keys is not None and keys.checked:  # FAISS does both at once
             return index.search_twice(keys.faiss_view(index.config), queries, k, lists, selection, candidates)
         ids, _ = index.search(queries, candidates, lists, selection)
