@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mnemic.errors import UsageError
+from mnemic.errors import DamagedError, UsageError
 from mnemic.stores import References, Source, Store, StoreConfig, Where, open_store
 from mnemic.stores.disk import indexing
 from mnemic.stores.disk import store as disk
@@ -342,3 +342,21 @@ def test_what_is_no_store(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(UsageError, match="dim = 16, not 8"):
         open_store(tmp_path / "s", StoreConfig(dim=8, keys="float32"))
+
+
+def test_large_files_are_checked_where_they_are_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mnemic.stores.disk.columns.SMALL", 0)
+    monkeypatch.setattr("mnemic.stores.disk.columns.BLOCK", 640)  # 10 keys
+    store, _ = pair(tmp_path / "s", 200)
+    store.close()
+    (file,) = (tmp_path / "s").glob("*.keys")
+    data = bytearray(file.read_bytes())
+    data[64 * 25 + 3] ^= 1
+    file.write_bytes(data)
+    store = open_store(tmp_path / "s")
+    rows = [0, 19, 30, 199]
+    np.testing.assert_array_equal(store.get(rows).keys, clustered(200)[rows])
+    with pytest.raises(DamagedError, match="rows 20 to 29"):
+        store.get([7, 25])
+    assert len(store.verify()) == 1
+    store.close()

@@ -21,6 +21,7 @@ from mnemic.errors import DamagedError
 from mnemic.files import clear_os_errors
 from mnemic.stores.config import StoreConfig
 
+SMALL = 1 << 26  # bytes up to which a file is checked as a whole
 BLOCK = 1 << 15  # bytes of a block, at most (but at least one row)
 
 
@@ -149,9 +150,15 @@ class Column:
 
     def touch(self, rows: NDArray[np.int64]) -> None:
         """Checks the blocks of these rows that were not checked yet."""
-        if not self._whole:
-            blocks = rows // self._block_rows
-            for block in np.unique(blocks[~self._checked[blocks]]):
+        if self._whole:
+            return
+        if self.bytes <= SMALL:
+            self.check_all()
+            return
+        blocks = rows // self._block_rows
+        unchecked = blocks[~self._checked[blocks]]
+        if len(unchecked):
+            for block in np.unique(unchecked):
                 self._check(int(block))
             self._whole = bool(self._checked.all())
 
