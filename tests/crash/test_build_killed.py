@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,42 +13,14 @@ import pytest
 
 from mnemic.stores import open_store
 
+from .killing import Forks
+
 KINDS = ("plain", "exact", "dropping")
 
 Rows = tuple[bytes, bytes, list[Any]]
 
 
-class Builds:
-    """The process that forks builds, and the rows of a build that was never stopped, for each kind."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.building_process"],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"},
-        )
-        self.outcomes: dict[str, Rows] = {}
-
-    def build(self, kind: str, out: Path, die_at: int = 0, kill_after: float | None = None) -> int:
-        """Builds in a child, which dies at a file operation or is killed after a time; its exit status."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        order = {"kind": kind, "out": str(out), "die_at": die_at, "kill_after": kill_after}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def never_stopped(self, kind: str) -> Rows:
-        if kind not in self.outcomes:
-            out = self.folder / kind
-            assert self.build(kind, out) == 0
-            self.outcomes[kind] = rows(out)
-        return self.outcomes[kind]
+Builds = Forks[Rows]
 
 
 def rows(path: Path) -> Rows:
@@ -67,7 +35,7 @@ def rows(path: Path) -> Rows:
 
 @pytest.fixture(scope="module")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
-    made = Builds(tmp_path_factory.mktemp("killed"))
+    made = Builds("building_process", tmp_path_factory.mktemp("killed"), rows)
     with made.process:  # closes its stdin at the end, on which it ends too
         yield made
     assert made.process.returncode == 0
@@ -75,7 +43,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds]:
 
 def check(builds: Builds, kind: str, out: Path) -> None:
     assert rows(out) == builds.never_stopped(kind)
-    with open_store(out) as store, open_store(builds.folder / kind) as whole:
+    with open_store(out) as store, open_store(builds.folder / f"never-stopped-{kind}") as whole:
         queries = np.random.default_rng(0).standard_normal((20, 16)).astype(np.float32)
         found, expected = store.search(queries, 5, recall=1.0), whole.search(queries, 5, recall=1.0)
         np.testing.assert_array_equal(found.ids, expected.ids)
@@ -92,7 +60,7 @@ def test_the_builds_that_are_compared_are_worth_comparing(builds: Builds) -> Non
 def test_killed_at_random_file_operations(builds: Builds, tmp_path: Path, kind: str, seed: int) -> None:
     draw, killed = random.Random(f"{kind}{seed}"), 0
     builds.never_stopped(kind)
-    while (status := builds.build(kind, tmp_path / "s", die_at=draw.randrange(40, 150))) != 0:
+    while (status := builds.work(kind, tmp_path / "s", die_at=draw.randrange(40, 150))) != 0:
         assert status == -signal.SIGKILL
         killed += 1
         assert killed < 60
@@ -104,6 +72,6 @@ def test_killed_at_random_file_operations(builds: Builds, tmp_path: Path, kind: 
 def test_killed_from_outside_at_random_moments(builds: Builds, tmp_path: Path, seed: int) -> None:
     draw, kind = random.Random(seed), "plain"
     for _ in range(10):
-        assert builds.build(kind, tmp_path / "s", kill_after=draw.uniform(0.02, 0.5)) in (0, -signal.SIGKILL)
-    assert builds.build(kind, tmp_path / "s") == 0
+        assert builds.work(kind, tmp_path / "s", kill_after=draw.uniform(0.02, 0.5)) in (0, -signal.SIGKILL)
+    assert builds.work(kind, tmp_path / "s") == 0
     check(builds, kind, tmp_path / "s")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,41 +12,13 @@ import pytest
 
 from mnemic.files import TEMPORARY
 
+from .killing import Forks
 from .training_process import STEPS
 
 KINDS = ("decoder", "gpt2", "bert")
 
 
-class Trainings:
-    """The process that forks trainings, and the outcome of a run that was never stopped, for each kind."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.training_process"],
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"},
-        )
-        self.outcomes: dict[str, dict[str, bytes]] = {}
-
-    def train(self, kind: str, out: Path, die_at: int = 0, kill_after: float | None = None) -> int:
-        """Trains in a child, which dies at a file operation or is killed after a time; its exit status."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        order = {"kind": kind, "out": str(out), "die_at": die_at, "kill_after": kill_after}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def never_stopped(self, kind: str) -> dict[str, bytes]:
-        if kind not in self.outcomes:
-            out = self.folder / f"never-stopped-{kind}"
-            assert self.train(kind, out) == 0
-            self.outcomes[kind] = outcome(out)
-        return self.outcomes[kind]
+Trainings = Forks[dict[str, bytes]]
 
 
 def outcome(out: Path) -> dict[str, bytes]:
@@ -61,7 +30,7 @@ def outcome(out: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
-    made = Trainings(tmp_path_factory.mktemp("killed"))
+    made = Trainings("training_process", tmp_path_factory.mktemp("killed"), outcome)
     with made.process:  # closes its stdin at the end, on which it ends too
         yield made
     assert made.process.returncode == 0
@@ -87,7 +56,7 @@ def test_the_runs_that_are_compared_are_worth_comparing(trainings: Trainings) ->
 @pytest.mark.parametrize("seed", [0, 1])
 def test_killed_at_random_file_operations(trainings: Trainings, tmp_path: Path, kind: str, seed: int) -> None:
     draw, killed = random.Random(f"{kind}{seed}"), 0
-    while (status := trainings.train(kind, tmp_path / "run", die_at=draw.randrange(60, 260))) != 0:
+    while (status := trainings.work(kind, tmp_path / "run", die_at=draw.randrange(60, 260))) != 0:
         assert status == -signal.SIGKILL
         killed += 1
         assert killed < 50
@@ -99,7 +68,7 @@ def test_killed_at_random_file_operations(trainings: Trainings, tmp_path: Path, 
 def test_killed_from_outside_at_random_moments(trainings: Trainings, tmp_path: Path, seed: int) -> None:
     draw, status, kind = random.Random(seed), None, "decoder"
     for _ in range(8):
-        status = trainings.train(kind, tmp_path / "run", kill_after=draw.uniform(0.02, 0.6))
+        status = trainings.work(kind, tmp_path / "run", kill_after=draw.uniform(0.02, 0.6))
         assert status in (0, -signal.SIGKILL)
-    assert trainings.train(kind, tmp_path / "run") == 0
+    assert trainings.work(kind, tmp_path / "run") == 0
     check(trainings, kind, tmp_path / "run")
