@@ -232,6 +232,17 @@ def test_bad_rows_are_refused_whole(stores: Kind, what: str) -> None:
     store.close()
 
 
+def test_numbers_beyond_float16_are_refused(stores: Kind) -> None:
+    store = stores.make(keys="float16")
+    store.add(np.full((1, 8), 65_504.0), [1], References.of("a", [0]))
+    with pytest.raises(UsageError, match="too large for float16: use keys = 'float32'"):
+        store.add(np.full((1, 8), -65_505.0), [1], References.of("a", [1]))
+    store.commit()
+    assert len(store) == 1
+    assert np.isfinite(store.get([0]).keys).all()
+    store.close()
+
+
 def test_bad_questions_are_refused(stores: Kind) -> None:
     store = stores.make(metric="cosine")
     one = np.ones((1, 8), np.float32)

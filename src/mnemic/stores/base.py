@@ -6,6 +6,7 @@ namespace. Rows get the numbers 0, 1, 2, ... in the order in which they are adde
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ Ids = NDArray[np.int64]
 
 DEFAULT_NAMESPACE = "default"
 HIGHEST_POSITION = 2**32 - 1
+HIGHEST_HALF = 65504  # the largest number of float16
 
 
 class Source(NamedTuple):
@@ -90,7 +92,7 @@ class Where:
         if isinstance(where, Where):
             return where
         if where is None:
-            return cls()
+            return EVERYTHING
         return cls(frozenset([where] if isinstance(where, str) else where))
 
     @classmethod
@@ -107,6 +109,9 @@ class Where:
         return (self.namespaces is None or source.namespace in self.namespaces) and (
             self.documents is None or source.document in self.documents
         )
+
+
+EVERYTHING = Where()
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,8 @@ class Store(ABC):
     def add(self, keys: Any, values: Any, references: References) -> Ids:
         """Takes in rows: keys (n, dim), values (n,), references (n). Returns their numbers."""
         keys = self._vectors(keys, "keys")
+        if self.config.keys != "float32" and len(keys) and max(keys.max(), -keys.min()) > HIGHEST_HALF:
+            raise UsageError(f"keys hold numbers beyond {HIGHEST_HALF}, too large for float16: use keys = 'float32'")
         values = _whole_numbers(values, "values", len(keys), 2**31 - 1)
         positions = _whole_numbers(references.positions, "positions", len(keys), HIGHEST_POSITION)
         sources = [_source(source) for source in references.sources]
@@ -145,7 +152,7 @@ class Store(ABC):
     ) -> Found:
         """The `k` nearest rows of each query, confined to namespaces or documents; `recall` is the dial for speed."""
         queries = self._vectors(queries, "queries")
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
             raise UsageError(f"k = {k!r}: expected a whole number of at least 1")
         if recall is not None and not 0 < recall <= 1:
             raise UsageError(f"recall = {recall!r}: expected a number above 0 and up to 1")
@@ -224,15 +231,16 @@ class Store(ABC):
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         if vectors.ndim != 2 or vectors.shape[1] != self.config.dim:
             raise UsageError(f"{what} of shape {vectors.shape}: this store has vectors of {self.config.dim} numbers")
-        if not np.isfinite(vectors).all():
+        length = float(np.vdot(vectors, vectors))  # a fast first look: undefined if any number is
+        if not math.isfinite(length) and not np.isfinite(vectors).all():
             raise UsageError(f"{what} hold infinite or undefined numbers: look where they come from")
         if self.config.metric == "cosine":
-            length = np.linalg.norm(vectors, axis=1, keepdims=True)
-            if not length.all():
+            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+            if not lengths.all():
                 raise UsageError(
                     f"{what} hold a zero vector, which has no direction: leave it out or use another metric"
                 )
-            vectors = vectors / length
+            vectors = vectors / lengths
         return vectors
 
 

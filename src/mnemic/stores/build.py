@@ -240,7 +240,7 @@ class Build:
         )
 
     def encode(self, store: Store, done: int) -> None:
-        """Encodes all batches but the first `done`, committing as it goes, and then has the store make its index."""
+        """Encodes all batches but the first `done`, committing as it goes; then the store is put in order."""
         from mnemic.stores.encode import encode_group, row_count
         from mnemic.train.terminal import interrupts, progress_bar, say
 
@@ -264,7 +264,7 @@ class Build:
                 if stopped.is_set():
                     store.commit(index=False)
                     raise KeyboardInterrupt(f"stopped after {seen:,} of {self.total:,} tokens; the same call goes on")
-        store.commit()
+        store.compact()
         self.report = self._report(store, seen - before, time.monotonic() - started, dropped_loss)
 
     def _report(self, store: Store, seen: int, seconds: float, dropped_loss: float) -> dict[str, Any]:

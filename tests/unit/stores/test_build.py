@@ -52,6 +52,7 @@ def test_stopped_anywhere_and_resumed_gives_the_same_rows(tmp_path: Path, monkey
     batches = build(tmp_path / "whole", model, monkeypatch=monkeypatch, **options)
     assert batches > 8
     whole = open_store(tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("*.values"))) == 1, "what was committed in parts is put together"
     assert 20 < len(whole) < 128 or (len(whole) == 128 and "max_probability" not in options)
     for stop in range(batches):
         path = tmp_path / str(stop)

@@ -13,7 +13,7 @@ from mnemic.stores import References, Source, Store, StoreConfig, Where, open_st
 from mnemic.stores.disk import indexing
 from mnemic.stores.disk import store as disk
 from mnemic.stores.disk.columns import ColumnWriter
-from mnemic.stores.disk.index import choose
+from mnemic.stores.disk.index import choose, nth_best
 
 
 def clustered(count: int, dim: int = 16, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -107,6 +107,17 @@ def test_the_dial(tmp_path: Path) -> None:
     assert high > 0.97
     assert recall(store, exact, queries, 32, recall=1.0) == 1.0
     store.close()
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_the_nth_best_is_that_of_all_rows_but_oneself(metric: str) -> None:
+    config, keys, ids = StoreConfig(dim=16, metric=metric), clustered(1000), np.arange(1000) * 3
+    parts = [(ids[start : start + 300], keys[start : start + 300]) for start in range(0, 1000, 300)]
+    some, exact = np.array([0, 299, 300, 999]), keys.astype(np.float64)
+    found = nth_best(config, parts, ids[some], keys[some], 32)
+    for row, score in zip(some, found, strict=True):
+        scores = exact @ exact[row] if metric == "ip" else -((exact - exact[row]) ** 2).sum(1)
+        assert score == pytest.approx(np.sort(np.delete(scores, row))[-32], abs=1e-4)
 
 
 def test_a_sample_of_recall_is_honest(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mnemic.files import clear_os_errors
 from mnemic.stores.base import Floats, Ids, Where
 from mnemic.stores.config import StoreConfig
+from mnemic.stores.disk.columns import in_type
 from mnemic.stores.disk.index import (
     DEPTH,
     EXACT_BYTES,
@@ -24,9 +25,9 @@ from mnemic.stores.disk.index import (
     Index,
     choose,
     compressed,
-    look_at_all,
     make,
     measure,
+    nth_best,
     train,
     training_rows,
 )
@@ -171,19 +172,17 @@ def sample(snapshot: Snapshot, count: int) -> tuple[Ids, Floats]:
         if selection is not None:
             rows, found = rows[selection[found]], found[selection[found]]
         ids.append(found)
-        keys.append(np.asarray(segment.keys.take(rows), np.float32).reshape(-1, snapshot.config.dim))
+        keys.append(in_type(segment.keys.take(rows).reshape(-1, snapshot.config.dim), np.float32))
     return np.concatenate(ids), np.concatenate(keys)
 
 
 def recall_of(snapshot: Snapshot, index: Any, factory: str) -> list[list[float]]:
     """The curve of settings and recall, against a look at every row; the sample's own rows do not count."""
     ids, keys = sample(snapshot, SAMPLE)
-    found, scores = look_at_all(snapshot.config, snapshot.key_pieces(), keys, DEPTH + 1)
-    scores[found == ids[:, None]] = -np.inf
-    depth = min(DEPTH, found.shape[1] - 1)
+    depth = min(DEPTH, len(snapshot) - 1)
     if depth < 1:
         return [[1, 1, 1.0]]
-    truth = -np.sort(-scores, 1)[:, depth - 1]
+    truth = nth_best(snapshot.config, snapshot.key_pieces(), ids, keys, depth)
     kept = snapshot.config.keys != "codes" and compressed(factory)
     searched = Index(index, snapshot.config, [])
     return measure(searched, (ids, keys), truth, snapshot.rescored, REFINEMENTS if kept else (1,))

@@ -27,7 +27,7 @@ from mnemic.stores.config import StoreConfig
 from mnemic.stores.disk.columns import Column, ColumnWriter, blocks_of
 from mnemic.stores.disk.manifest import SegmentRecord
 
-CHUNK = 1 << 16  # rows moved at a time
+CHUNK = 1 << 14  # rows moved at a time
 
 
 def key_type(config: StoreConfig) -> type[np.floating[Any]]:
@@ -72,43 +72,35 @@ class SegmentWriter:
         """Writes rows; row i refers to `sources[which[i]]`. What fails (a full disk) can be tried again."""
         if not len(ids):
             return
-        before = self.rows, len(self._spans), len(self._runs), len(self._sources), self._last_source, self._next_id
+        with self._all_or_nothing():
+            used = np.unique(which)
+            number_of = np.zeros(len(sources), np.int64)
+            for number in used.tolist():
+                number_of[number] = self._sources.setdefault(sources[number], len(self._sources))
+            which = number_of[which]
+            self._spans.append(self._changes(which, np.r_[self._last_source, which[:-1]] != which))
+            self._runs.append(self._changes(ids, np.r_[self._next_id, ids[:-1] + 1] != ids))
+            self._last_source, self._next_id = int(which[-1]), int(ids[-1]) + 1
+            if "keys" in self._columns and keys is not None:
+                self._columns["keys"].append(keys)
+            self._columns["values"].append(values)
+            self._columns["positions"].append(positions)
+            self.rows += len(ids)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Goes back to the state before if something fails."""
+        rows, last_source, next_id = self.rows, self._last_source, self._next_id
+        spans, runs, sources = len(self._spans), len(self._runs), len(self._sources)
         try:
-            self._append(keys, values, positions, sources, which, ids)
+            yield
         except BaseException:
-            self._take_back(*before)
+            self.rows, self._last_source, self._next_id = rows, last_source, next_id
+            del self._spans[spans:], self._runs[runs:]
+            self._sources = dict(itertools.islice(self._sources.items(), sources))
+            for column in self._columns.values():
+                column.cut_back(rows)
             raise
-
-    def _take_back(self, rows: int, spans: int, runs: int, sources: int, last_source: int, next_id: int) -> None:
-        """Goes back to the state before the last rows."""
-        self.rows, self._last_source, self._next_id = rows, last_source, next_id
-        del self._spans[spans:], self._runs[runs:]
-        self._sources = dict(itertools.islice(self._sources.items(), sources))
-        for column in self._columns.values():
-            column.cut_back(rows)
-
-    def _append(
-        self,
-        keys: NDArray[np.generic] | None,
-        values: NDArray[np.generic],
-        positions: NDArray[np.generic],
-        sources: Sequence[Source],
-        which: NDArray[np.int64],
-        ids: Ids,
-    ) -> None:
-        used = np.unique(which)
-        number_of = np.zeros(len(sources), np.int64)
-        for number in used.tolist():
-            number_of[number] = self._sources.setdefault(sources[number], len(self._sources))
-        which = number_of[which]
-        self._spans.append(self._changes(which, np.r_[self._last_source, which[:-1]] != which))
-        self._runs.append(self._changes(ids, np.r_[self._next_id, ids[:-1] + 1] != ids))
-        self._last_source, self._next_id = int(which[-1]), int(ids[-1]) + 1
-        if "keys" in self._columns and keys is not None:
-            self._columns["keys"].append(keys)
-        self._columns["values"].append(values)
-        self._columns["positions"].append(positions)
-        self.rows += len(ids)
 
     def _changes(self, numbers: NDArray[np.int64], new: NDArray[np.bool_]) -> NDArray[np.int64]:
         rows = np.flatnonzero(new)

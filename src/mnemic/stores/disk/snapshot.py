@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mnemic.errors import DamagedError, UsageError
 from mnemic.stores.base import Floats, Found, Ids, References, Rows, Source, Where, nothing
-from mnemic.stores.disk.columns import Column, open_inside
+from mnemic.stores.disk.columns import Column, in_type, open_inside
 from mnemic.stores.disk.index import (
     EXACT_BYTES,
     Exact,
@@ -170,6 +170,10 @@ class Snapshot:
         return self.take(lambda segment: segment.keys, ids, empty).reshape(empty.shape)
 
     def __len__(self) -> int:
+        return self._rows
+
+    @cached_property
+    def _rows(self) -> int:
         return sum(segment.rows for segment in self.segments) - sum(count for _, count in self.manifest.deleted)
 
     def get(self, ids: Ids) -> Rows:
@@ -189,7 +193,7 @@ class Snapshot:
             sources += [segment.sources[source] for source in used.tolist()]
             positions[here] = segment.positions.take(rows[here])
         keep = all(self.segments[number].keys is not None for number in np.unique(owners).tolist())
-        keys = self.keys_of(ids).astype(np.float32) if keep else None
+        keys = in_type(self.keys_of(ids), np.float32) if keep else None
         return Rows(keys, self.values_of(ids), References(sources, which, positions))
 
     # Which rows may be found
@@ -223,9 +227,9 @@ class Snapshot:
                 ids = segment.ids_of(rows)
                 keep = ids >= first_id if selection is None else selection[ids] & (ids >= first_id)
                 if keep.all():
-                    yield ids, np.asarray(segment.keys.part(start, end), np.float32).reshape(-1, self.config.dim)
+                    yield ids, in_type(segment.keys.part(start, end).reshape(-1, self.config.dim), np.float32)
                 elif keep.any():
-                    yield ids[keep], np.asarray(segment.keys.take(rows[keep]), np.float32).reshape(-1, self.config.dim)
+                    yield ids[keep], in_type(segment.keys.take(rows[keep]).reshape(-1, self.config.dim), np.float32)
 
     # Search
 
@@ -237,12 +241,10 @@ class Snapshot:
         index, record = self.index, self.manifest.index
         if index is None or record is None or self._better_without(index, where, selection, count):
             return self._found(*self._look_at(where, 0, queries, k), k)
-        ids, scores = np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
-        if index.faiss.ntotal:
-            ids, scores = self._ask_index(index, record.end, queries, k, selection, recall)
+        found = self._ask_index(index, record.end, queries, k, selection, recall)
         if record.end < self.manifest.next_id:
-            ids, scores = best_of([(ids, scores), self._look_at(where, record.end, queries, k)], k)
-        return self._found(ids, scores, k)
+            found = best_of([found, self._look_at(where, record.end, queries, k)], k)
+        return self._found(*found, k)
 
     def _better_without(self, index: Index, where: Where, selection: Selection | None, count: int) -> bool:
         """Whether few rows are meant; or some are left out, which an index other than an inverted file does badly."""
@@ -268,6 +270,8 @@ class Snapshot:
         self, index: Index, end: int, queries: Floats, k: int, selection: Selection | None, recall: float
     ) -> Nearest:
         """The nearest of the rows below `end`, which the index covers."""
+        if not index.rows:
+            return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
         lists, refine = index.dial(recall, k)
         candidates = index.candidates(k, refine)
         step = max(1, CANDIDATES // candidates)
@@ -277,7 +281,7 @@ class Snapshot:
             return np.concatenate([ids for ids, _ in answers]), np.concatenate([scores for _, scores in answers])
         look = self._look_twice if refine > 1 else index.search
         ids, scores = look(queries, k, lists, selection, candidates)
-        if selection is None and ids.min() >= 0:
+        if selection is None and np.count_nonzero(ids >= 0) == ids.size:
             return ids, scores
         enough = min(k, index.rows if selection is None else int(selection[:end].sum()))
         while enough and lists < index.lists and (short := ids[:, enough - 1] < 0).any():
@@ -316,9 +320,9 @@ class Snapshot:
         if missing > 0:
             ids = np.pad(ids, ((0, 0), (0, missing)), constant_values=-1)
             scores = np.pad(scores, ((0, 0), (0, missing)))
-        if ids.min() >= 0:
-            return Found(ids, scores, self.values_of(ids.reshape(-1)).reshape(ids.shape), np.ones(ids.shape, np.bool_))
         mask = ids >= 0
+        if np.count_nonzero(mask) == mask.size:
+            return Found(ids, scores, self.values_of(ids.reshape(-1)).reshape(ids.shape), mask)
         ids[~mask], scores[~mask] = 0, -np.inf
         values = np.zeros(ids.shape, np.int64)
         values[mask] = self.values_of(ids[mask])
