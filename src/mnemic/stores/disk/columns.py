@@ -41,7 +41,7 @@ def in_type(rows: NDArray[np.generic], dtype: DTypeLike) -> NDArray[Any]:
     if {rows.dtype, dtype} == {np.dtype(np.float16), np.dtype(np.float32)}:
         import torch
 
-        tensor = torch.from_numpy(np.require(rows, requirements="CW"))
+        tensor = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
         return tensor.to(torch.float16 if dtype == np.float16 else torch.float32).numpy()
     return np.ascontiguousarray(rows, dtype)
 
