@@ -64,8 +64,7 @@ class Rows:
     references: References
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """The nearest rows of each query, best first: arrays of (queries, k).
 
     `mask` is true where a row was found. Where there were fewer than k, the score is -inf (no weight in a softmax) and
@@ -92,7 +91,7 @@ class Where:
         if isinstance(where, Where):
             return where
         if where is None:
-            return EVERYTHING
+            return cls()
         return cls(frozenset([where] if isinstance(where, str) else where))
 
     @classmethod
@@ -158,7 +157,8 @@ class Store(ABC):
             raise UsageError(f"recall = {recall!r}: expected a number above 0 and up to 1")
         if not len(queries):
             return nothing(0, int(k))
-        return self._search(queries, int(k), Where.of(where), recall or self.config.recall)
+        where = EVERYTHING if where is None else Where.of(where)
+        return self._search(queries, int(k), where, recall or self.config.recall)
 
     def get(self, ids: Any) -> Rows:
         """The rows of these numbers; a number that no row has, or whose row was deleted, is an error."""

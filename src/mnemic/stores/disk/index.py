@@ -12,6 +12,7 @@ from typing import Any
 
 import faiss
 import numpy as np
+from faiss import swig_ptr
 from numpy.typing import NDArray
 
 from mnemic.errors import UsageError
@@ -112,8 +113,9 @@ class Index:
 
     def __post_init__(self) -> None:
         self.lists, self.rows = lists_of(self.faiss) or 1, int(self.faiss.ntotal)
-        self._parameters: dict[int, Any] = {}
-        self._dials: dict[float, tuple[int, int]] = {}
+        self._parameters: dict[tuple[int, float], Any] = {}
+        self._negative = self.config.metric == "l2"
+        self._dials: dict[tuple[float, int], tuple[int, int]] = {}
         self._refined: Any = None
 
     def dial(self, recall: float, k: int = DEPTH) -> tuple[int, int]:
@@ -121,15 +123,14 @@ class Index:
 
         The lists of a setting that was measured with 32 results may hold too few rows for very many.
         """
-        if recall not in self._dials:
-            self._dials[recall] = self._cheapest(recall)
-        lists, refine = self._dials[recall]
-        return max(lists, min(-(-2 * k * self.lists // max(self.rows, 1)), self.lists)), refine
+        if (recall, k) not in self._dials:
+            lists, refine = self._cheapest(recall)
+            enough = min(-(-2 * k * self.lists // max(self.rows, 1)), self.lists)
+            self._dials[recall, k] = max(lists, enough), refine
+        return self._dials[recall, k]
 
     def candidates(self, k: int, refine: int) -> int:
         """How many rows to look at again for k results; the more results, the fewer for each."""
-        if refine == 1:
-            return min(k, self.rows)
         results = max(k, DEPTH)
         return min(int(results * (1 + (refine - 1) / math.sqrt(results / DEPTH))), self.rows)
 
@@ -147,11 +148,9 @@ class Index:
         scanned = lists * self.rows / self.lists * self.config.dim / 4
         return scanned + (refine * DEPTH * self.config.dim * 2 * 8 if refine > 1 else 0)
 
-    def search(
-        self, queries: Floats, k: int, lists: int, selection: Selection | None = None, candidates: int = 0
-    ) -> Nearest:
-        """The nearest rows by the index's own scores; `candidates` do not matter."""
-        return self._signed(*self.faiss.search(queries, k, params=self._search_parameters(lists, selection)))
+    def search(self, queries: Floats, k: int, lists: int, selection: Selection | None = None) -> Nearest:
+        """The nearest rows by the index's own scores."""
+        return self._signed(self.faiss, queries, k, self._search_parameters(lists, selection))
 
     def search_twice(
         self, keys: Any, queries: Floats, k: int, lists: int, selection: Selection | None, candidates: int
@@ -159,16 +158,17 @@ class Index:
         """The nearest of so many candidates by their `keys`, an index of FAISS in which rows have their ids."""
         if self._refined is None:
             self._refined = faiss.IndexRefine(self.faiss, keys)
-        first = self._search_parameters(lists, selection)
-        parameters = faiss.IndexRefineSearchParameters(k_factor=candidates / k, base_index_params=first)
-        return self._signed(*self._refined.search(queries, k, params=parameters))
+        return self._signed(self._refined, queries, k, self._search_parameters(lists, selection, candidates / k))
 
-    def _signed(self, scores: Floats, ids: Ids) -> Nearest:
-        return ids, np.negative(scores, out=scores) if self.config.metric == "l2" else scores
+    def _signed(self, index: Any, queries: Floats, k: int, parameters: Any) -> Nearest:
+        """FAISS's search without what its Python side checks once more."""
+        scores, ids = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
+        index.search_c(len(queries), swig_ptr(queries), k, swig_ptr(scores), swig_ptr(ids), parameters)
+        return ids, np.negative(scores, scores) if self._negative else scores
 
-    def _search_parameters(self, lists: int, selection: Selection | None) -> Any:
-        if selection is None and lists in self._parameters:
-            return self._parameters[lists]
+    def _search_parameters(self, lists: int, selection: Selection | None, factor: float = 0) -> Any:
+        if selection is None and (lists, factor) in self._parameters:
+            return self._parameters[lists, factor]
         chosen = (
             {"sel": faiss.IDSelectorBitmap(np.packbits(selection, bitorder="little"))} if selection is not None else {}
         )
@@ -178,8 +178,10 @@ class Index:
             made = faiss.SearchParametersIVF(nprobe=min(lists, lists_of(self.faiss)), **chosen)
             if isinstance(self.faiss, faiss.IndexPreTransform):
                 made = faiss.SearchParametersPreTransform(index_params=made)
+        if factor:
+            made = faiss.IndexRefineSearchParameters(k_factor=factor, base_index_params=made)
         if selection is None:
-            self._parameters[lists] = made
+            self._parameters[lists, factor] = made
         return made
 
 
@@ -240,7 +242,7 @@ def true_scores(
     for start in range(0, len(queries), step):
         some, out = queries[start : start + step], scores[start : start + step]
         keys = in_type(keys_of(start * count, (start + len(some)) * count), np.float32)
-        pointers = (faiss.swig_ptr(array) for array in (out, some, keys, places))
+        pointers = (swig_ptr(array) for array in (out, some, keys, places))
         compare(*pointers, config.dim, len(some), count)
     return np.negative(scores, out=scores) if config.metric == "l2" else scores
 

@@ -150,9 +150,6 @@ class Snapshot:
 
     def take(self, column: Callable[[Segment], Column | None], ids: Ids, into: NDArray[Any]) -> NDArray[Any]:
         """The entries of a column for these ids, or what was `into` that array where there are none."""
-        first = self._runs[0]
-        if len(first) == 1 and (found := column(self.segments[0])) is not None:  # ids and rows rise together
-            return found.take(ids - first[0] if first[0] else ids)
         owners, rows = self.locate(ids)
         for number in np.flatnonzero(np.bincount(owners, minlength=1)):
             if (found := column(self.segments[number])) is not None:
@@ -162,10 +159,15 @@ class Snapshot:
 
     def values_of(self, ids: Ids) -> NDArray[np.int64]:
         """The value of each row."""
-        return self.take(lambda segment: segment.values, ids, np.empty(len(ids), np.uint32)).astype(np.int64)
+        if self._in_order:
+            return self.segments[0].values.take(ids).astype(np.int64)
+        flat = self.take(lambda segment: segment.values, ids.reshape(-1), np.empty(ids.size, np.uint32))
+        return flat.reshape(ids.shape).astype(np.int64)
 
     def keys_of(self, ids: Ids) -> NDArray[np.generic]:
         """The key of each row, as it is stored."""
+        if self._in_order and (keys := self.segments[0].keys) is not None:
+            return keys.take(ids).reshape(len(ids), self.config.dim)
         empty = np.empty((len(ids), self.config.dim), key_type(self.config))
         return self.take(lambda segment: segment.keys, ids, empty).reshape(empty.shape)
 
@@ -239,16 +241,19 @@ class Snapshot:
         if not count:
             return nothing(len(queries), k)
         index, record = self.index, self.manifest.index
-        if index is None or record is None or self._better_without(index, where, selection, count):
+        if index is None or record is None or (selection is not None and self._better_without(index, where, count)):
             return self._found(*self._look_at(where, 0, queries, k), k)
-        found = self._ask_index(index, record.end, queries, k, selection, recall)
+        ids, scores = self._ask_index(index, queries, k, selection, recall)
+        if record.end == self.manifest.next_id and np.count_nonzero(mask := ids >= 0) == len(queries) * k:
+            return Found(ids, scores, self.values_of(ids), mask)
+        self._ask_again(ids, scores, index, record.end, queries, k, selection, recall)
         if record.end < self.manifest.next_id:
-            found = best_of([found, self._look_at(where, record.end, queries, k)], k)
-        return self._found(*found, k)
+            ids, scores = best_of([(ids, scores), self._look_at(where, record.end, queries, k)], k)
+        return self._found(ids, scores, k)
 
-    def _better_without(self, index: Index, where: Where, selection: Selection | None, count: int) -> bool:
+    def _better_without(self, index: Index, where: Where, count: int) -> bool:
         """Whether few rows are meant; or some are left out, which an index other than an inverted file does badly."""
-        if self.config.keys == "codes" or selection is None:
+        if self.config.keys == "codes":
             return False
         few = not where.everything and count * self.config.dim * 4 <= EXACT_BYTES
         return few or not lists_of(index.faiss)
@@ -267,31 +272,43 @@ class Snapshot:
         return self._exact[name].search(queries, k)
 
     def _ask_index(
-        self, index: Index, end: int, queries: Floats, k: int, selection: Selection | None, recall: float
+        self, index: Index, queries: Floats, k: int, selection: Selection | None, recall: float, more: int = 1
     ) -> Nearest:
-        """The nearest of the rows below `end`, which the index covers."""
+        """The nearest of the rows that the index covers, in `more` times as many lists as that usually takes."""
         if not index.rows:
             return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
         lists, refine = index.dial(recall, k)
+        if refine == 1:
+            return index.search(queries, k, lists * more, selection)
         candidates = index.candidates(k, refine)
-        step = max(1, CANDIDATES // candidates)
-        if refine > 1 and len(queries) > step:  # a part of the queries at a time: candidates are many
-            parts = [queries[start : start + step] for start in range(0, len(queries), step)]
-            answers = [self._ask_index(index, end, part, k, selection, recall) for part in parts]
-            return np.concatenate([ids for ids, _ in answers]), np.concatenate([scores for _, scores in answers])
-        look = self._look_twice if refine > 1 else index.search
-        ids, scores = look(queries, k, lists, selection, candidates)
-        if selection is None and np.count_nonzero(ids >= 0) == ids.size:
-            return ids, scores
-        enough = min(k, index.rows if selection is None else int(selection[:end].sum()))
-        while enough and lists < index.lists and (short := ids[:, enough - 1] < 0).any():
-            lists *= 8  # there were too few rows in the lists it looked into
-            ids[short], scores[short] = look(queries[short], k, lists, selection, candidates)
-        return ids, scores
+        step = max(1, CANDIDATES // candidates)  # a part of the queries at a time: candidates are many
+        parts = [queries[start : start + step] for start in range(0, len(queries), step)]
+        answers = [self._look_twice(part, k, lists * more, selection, candidates) for part in parts]
+        if len(answers) == 1:
+            return answers[0]
+        return np.concatenate([ids for ids, _ in answers]), np.concatenate([scores for _, scores in answers])
+
+    def _ask_again(
+        self,
+        ids: Ids,
+        scores: Floats,
+        index: Index,
+        end: int,
+        queries: Floats,
+        k: int,
+        selection: Selection | None,
+        recall: float,
+    ) -> None:
+        """Looks into more lists for those queries that found less than there is, rows below `end`, and fills it in."""
+        enough = min(k, index.rows if selection is None else int(selection[:end].sum()), ids.shape[1])
+        more = 1
+        while enough and more < index.lists and (short := ids[:, enough - 1] < 0).any():
+            more *= 8
+            ids[short], scores[short] = self._ask_index(index, queries[short], k, selection, recall, more)
 
     def _look_twice(self, queries: Floats, k: int, lists: int, selection: Selection | None, candidates: int) -> Nearest:
         """The k nearest by their true scores, of so many candidates by the index's scores."""
-        index, keys = self.index, self._keys_in_order
+        index, keys = self.index, self.segments[0].keys if self._in_order else None
         if index is None:
             return self._look_at(Where(), 0, queries, k)
         if keys is not None and keys.bytes <= CHECKED_AT_ONCE:
@@ -302,10 +319,10 @@ class Snapshot:
         return top(ids, self.rescored(queries, ids), k)
 
     @cached_property
-    def _keys_in_order(self) -> Column | None:
-        """The column of all keys, if there is one in which rows and ids are the same."""
+    def _in_order(self) -> bool:
+        """Whether all rows are in one segment, and are numbered as their ids."""
         first = self._runs[0]
-        return self.segments[0].keys if len(first) == 1 and first[0] == 0 else None
+        return len(first) == 1 and bool(first[0] == 0)
 
     def rescored(self, queries: Floats, ids: Ids) -> Floats:
         """The true scores of candidates (queries, n); -inf for id -1."""
@@ -322,7 +339,7 @@ class Snapshot:
             scores = np.pad(scores, ((0, 0), (0, missing)))
         mask = ids >= 0
         if np.count_nonzero(mask) == mask.size:
-            return Found(ids, scores, self.values_of(ids.reshape(-1)).reshape(ids.shape), mask)
+            return Found(ids, scores, self.values_of(ids), mask)
         ids[~mask], scores[~mask] = 0, -np.inf
         values = np.zeros(ids.shape, np.int64)
         values[mask] = self.values_of(ids[mask])
