@@ -252,17 +252,17 @@ def nth_best(config: StoreConfig, parts: Iterable[tuple[Ids, Floats]], ids: Ids,
     import torch
 
     distance = config.metric == "l2"
-    best = torch.full((depth, len(ids)), -torch.inf)
-    columns = torch.from_numpy(keys).T
+    best = torch.full((depth, len(ids)), torch.finfo(torch.float32).min)
+    columns = torch.from_numpy(2 * keys if distance else keys).T
     for some, others in parts:
         rows = torch.from_numpy(np.require(others, requirements="W"))
         scores = rows @ columns
         if distance:
-            scores.mul_(2).sub_((rows * rows).sum(1, keepdim=True))
+            scores -= torch.linalg.vecdot(rows, rows)[:, None]
         place = np.searchsorted(some, ids).clip(max=len(some) - 1)
         own = np.flatnonzero(some[place] == ids)
         scores[place[own], own] = -torch.inf
-        better = (scores > best.amin(0)).any(1)
+        better = (scores - best[-1]).amax(1) > 0
         best = torch.cat([best, scores[better]]).topk(depth, 0).values
     lowest = best[-1].numpy()
     return lowest - np.einsum("nd,nd->n", keys, keys) if distance else lowest

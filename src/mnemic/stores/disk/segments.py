@@ -27,7 +27,7 @@ from mnemic.stores.config import StoreConfig
 from mnemic.stores.disk.columns import Column, ColumnWriter, blocks_of
 from mnemic.stores.disk.manifest import SegmentRecord
 
-CHUNK = 1 << 14  # rows moved at a time
+CHUNK = 1 << 15  # rows moved at a time
 
 
 def key_type(config: StoreConfig) -> type[np.floating[Any]]:
