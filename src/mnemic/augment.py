@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from mnemic import saving
-from mnemic.errors import MnemicError, UsageError
+from mnemic.errors import UsageError
 from mnemic.hf.anatomy import Anatomy, find
 from mnemic.hf.entrance import MARK, Entrance, reading
 from mnemic.hf.fingerprint import fingerprint
+from mnemic.hf.losses import masses_of_logits
 from mnemic.hf.positions import separates_documents
-from mnemic.memories.base import Handle
+from mnemic.memories.base import Handle, Masses, Reading
 from mnemic.memories.config import MemoryConfig
+from mnemic.stores import open_store
 
 if TYPE_CHECKING:
     _Base = PreTrainedModel
@@ -38,6 +40,14 @@ def augment(model: Any, *memories: MemoryConfig, anatomy: Anatomy | None = None)
 
     `anatomy` describes a model of an architecture that mnemic does not know.
     """
+    with _put_in(model, memories, anatomy) as augmented:
+        augmented.memory.connect()
+    return augmented
+
+
+@contextlib.contextmanager
+def _put_in(model: Any, memories: Sequence[MemoryConfig], anatomy: Anatomy | None) -> Iterator[Any]:
+    """Gives `model` memories, and takes them out again if that, or what is done within this context, fails."""
     if not isinstance(model, PreTrainedModel):
         raise UsageError(f"augment() takes a transformers PreTrainedModel, not {type(model).__name__}")
     if not memories or not all(isinstance(memory, MemoryConfig) for memory in memories):
@@ -47,7 +57,9 @@ def augment(model: Any, *memories: MemoryConfig, anatomy: Anatomy | None = None)
         raise UsageError(f"{type(model).__name__} has a part named 'memory' already: mnemic needs that name")
     if existing is None and any(isinstance(part, Memory) for part in model.modules()):
         raise UsageError(f"a part of this {type(model).__name__} has a memory already: augment the whole model only")
-    names = [config.memory() for config in memories] + list(getattr(existing, "handles", {}))
+    handles = getattr(existing, "handles", {})
+    learned = [name for name, handle in handles.items() if any(True for _ in handle.parameters())]
+    names = [config.memory() for config in memories] + learned  # one that has learned nothing is put in anew
     if doubled := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"a model holds one memory of a kind: {', '.join(doubled)} was given twice, detach() first")
     if existing is None:
@@ -59,11 +71,11 @@ def augment(model: Any, *memories: MemoryConfig, anatomy: Anatomy | None = None)
     try:
         for config in memories:
             memory.add(config)
+        yield model
     except Exception:
         if existing is None:
             memory.detach()
         raise
-    return model
 
 
 class Memory(nn.Module):
@@ -97,8 +109,39 @@ class Memory(nn.Module):
 
     def add(self, config: MemoryConfig) -> None:
         """Puts one more memory into the model."""
+        if (old := self.handles.get(config.memory())) is not None:
+            old.detach()
         module = importlib.import_module(type(config).__module__.removesuffix("config") + "attach")
         self.add_module(config.memory(), module.Attached.attach(config, self._places, self._entrance))
+
+    def connect(self) -> None:
+        """Opens the stores that memories name; one whose rows another model made is refused."""
+        for handle in self.handles.values():
+            if (address := getattr(handle.config, "external", None)) is not None and not handle.connected:
+                given = handle.config.store  # type: ignore[attr-defined]
+                handle.connect(open_store(address, model=self._owner[0]) if given is None else given)
+
+    def outputs(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """The model's forward with what each memory makes of its outputs."""
+        for handle in self.handles.values():
+            forward = functools.partial(_outputs, handle, forward)
+        return forward(**inputs)
+
+    def token_losses(self, masses: Masses, reading: Reading) -> tuple[torch.Tensor, Any]:
+        """The loss of each target with the memory at the model's output, if there is one."""
+        handles = list(self.handles.values())
+        at_output = [handle for handle in handles if type(handle).token_losses is not Handle.token_losses]
+        return (at_output or handles)[0].token_losses(masses, reading)
+
+    def new_state(self, rows: int) -> dict[str, Any]:
+        """What goes from segment to segment in each row, for each memory that has such a thing."""
+        states = {name: handle.new_state(rows) for name, handle in self.handles.items()}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def begin_step(self, step: int, steps: int) -> None:
+        """Tells each memory how far training is."""
+        for handle in self.handles.values():
+            handle.begin_step(step, steps)
 
     def reset(self) -> None:
         """Forgets what was read so far; what was learned stays."""
@@ -139,6 +182,10 @@ class Memory(nn.Module):
             handle.load_state({key.removeprefix(own): t for key, t in state.items() if key.startswith(own)})
 
 
+def _outputs(handle: Handle, forward: Callable[..., Any], **inputs: Any) -> Any:
+    return handle.outputs(forward, inputs)
+
+
 class AugmentedModel(_Base):
     """What a model's class gains while it has memories."""
 
@@ -166,6 +213,7 @@ def _augmented_class(base: type[PreTrainedModel], separates: bool) -> type[PreTr
     """A subclass of `base` under the same name, so that configs and cards name the base's class."""
     names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     names["forward"] = _forward(base, separates)
+    names["token_losses"] = _token_losses(base)
     if hasattr(base, "prepare_inputs_for_generation"):
         names["prepare_inputs_for_generation"] = _prepare_inputs_for_generation(base)
     return type(base.__name__, (AugmentedModel, base), names)
@@ -181,16 +229,40 @@ def _forward(base: Any, separates: bool) -> Any:
                 f"model.memory is now a {type(self.memory).__name__}: leave the memory as it is (for PEFT, instead of "
                 "modules_to_save set requires_grad on its parameters)"
             )
+        inputs = dict(zip(names, args, strict=False)) | kwargs
         with reading(document_starts):
-            return base.forward(self, *args, **kwargs)
+            return self.memory.outputs(functools.partial(base.forward, self), inputs)
 
     own = inspect.signature(base.forward)
+    names = list(own.parameters)[1:]
     if separates and "document_starts" not in own.parameters:
         extra = inspect.Parameter("document_starts", inspect.Parameter.KEYWORD_ONLY, default=None)
         ordered = list(own.parameters.values())
         at = len(ordered) - (ordered[-1].kind is inspect.Parameter.VAR_KEYWORD)
         forward.__signature__ = own.replace(parameters=[*ordered[:at], extra, *ordered[at:]])  # type: ignore
     return forward
+
+
+def _token_losses(base: Any) -> Any:
+    """The loss of each target with the memories, for models with a softmax over tokens."""
+
+    def token_losses(
+        self: Any,
+        targets: torch.Tensor,
+        *,
+        document_starts: torch.Tensor | None = None,
+        streams: torch.Tensor | None = None,
+        memory_state: Any = None,
+        **inputs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        if hasattr(base, "token_masses"):
+            masses = functools.partial(base.token_masses, self, targets)
+        else:
+            masses = functools.partial(masses_of_logits, functools.partial(base.forward, self), targets)
+        with reading(document_starts):
+            return self.memory.token_losses(masses, Reading(inputs, targets, document_starts, streams, memory_state))
+
+    return token_losses
 
 
 def _prepare_inputs_for_generation(base: Any) -> Any:
@@ -217,10 +289,7 @@ def load(folder: str | Path, base: PreTrainedModel | None = None, check_base: bo
     saving.check_files(folder, record)
     anatomy = Anatomy.from_dict(record["anatomy"]) if record["anatomy"] else None
     base = saving.load_base(folder, record["base"]) if base is None else base
-    model = augment(base, *saving.read_configs(record), anatomy=anatomy)
-    try:
+    with _put_in(base, saving.read_configs(record), anatomy) as model:
         saving.load_memory(model, folder, record, check_base)
-    except MnemicError:
-        model.memory.detach()
-        raise
+        model.memory.connect()
     return model

@@ -137,6 +137,10 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedModel], Any]] = {
         ours.MnemicDecoderForCausalLM,
         ours.MnemicDecoderConfig(**_OURS, num_hidden_layers=2, adaptive_cutoffs=[16, 32], adaptive_factor=2),
     ),
+    "mnemic-sru": (
+        ours.MnemicSRUForCausalLM,
+        ours.MnemicSRUConfig(**_SMALL, hidden_size=32, num_hidden_layers=2, attention_size=16, attention_start=1.0),
+    ),
     "mnemic-encoder-decoder": (
         ours.MnemicEncoderDecoderForConditionalGeneration,
         ours.MnemicEncoderDecoderConfig(**_OURS, encoder_layers=2, decoder_layers=2, decoder_start_token_id=START),

@@ -1,4 +1,4 @@
-"""Models by folder or name, and new decoders, for the verbs that use one."""
+"""Models by folder or name, and new ones of our own, for the verbs that use one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mnemic.errors import DamagedError, UsageError
+from mnemic.cli.options import read_settings
+from mnemic.errors import DamagedError, UsageError, unknown_name
+
+NEW_MODELS = ("decoder", "encoder-decoder", "sru", "preset")
 
 
 def load_model(name: str) -> tuple[Any, Any]:
     """The model and the tokenizer in a folder (a run's, or one that save_pretrained wrote) or of a name on the hub."""
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     import mnemic.models  # noqa: F401 (makes our architectures known to transformers)
     from mnemic.augment import load
@@ -25,9 +28,10 @@ def load_model(name: str) -> tuple[Any, Any]:
         return load(folder), load_tokenizer(str(folder))
     source = name if folder is None else str(folder)
     try:
-        classes = AutoConfig.from_pretrained(source).architectures or [""]
-        kind = AutoModelForMaskedLM if classes[0].endswith("ForMaskedLM") else AutoModelForCausalLM
-        model = kind.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source)
+        masked = (config.architectures or [""])[0].endswith("ForMaskedLM")
+        usual = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = (AutoModelForMaskedLM if masked else usual).from_pretrained(source)
     except (OSError, ValueError) as error:
         where = "the hub or its cache" if folder is None else "the folder"
         raise UsageError(
@@ -53,25 +57,67 @@ def model_folder(name: str) -> Path | None:
     return None
 
 
-def new_decoder(tokenizer: Any, **settings: Any) -> Any:
-    """A new decoder of ours for the vocabulary of `tokenizer`; `settings` are those of MnemicDecoderConfig."""
-    from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
+def read_new_model(text: str) -> tuple[Any, dict[str, Any]] | None:
+    """The config class and the settings, found to make sense, of the new model that `text` asks for.
+
+    It is decoder, encoder-decoder, sru or preset:<name>, and after them settings as in decoder:hidden_size=128. None if
+    `text` names a model that there is already.
+    """
+    kind, _, written = text.partition(":")
+    if kind not in NEW_MODELS:
+        return None
+    from mnemic import models
+    from mnemic.models.presets import PRESETS
+
+    settings: dict[str, Any] = {}
+    if kind == "preset":
+        name, _, written = written.partition(",")
+        if name not in PRESETS:
+            raise unknown_name("preset", name, PRESETS)
+        config, settings = PRESETS[name]
+    else:
+        config = {
+            "decoder": models.MnemicDecoderConfig,
+            "encoder-decoder": models.MnemicEncoderDecoderConfig,
+            "sru": models.MnemicSRUConfig,
+        }[kind]
+    settings = settings | read_settings("--model", kind, written, settings_of(config))
+    config(**{**settings, "vocab_size": sys.maxsize})  # whatever the vocabulary will be
+    return config, settings
+
+
+def new_model(tokenizer: Any, config: Any, settings: dict[str, Any]) -> Any:
+    """A new model of ours for the vocabulary of `tokenizer`; `settings` are those of the class `config`."""
+    from mnemic import models
 
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return MnemicDecoderForCausalLM(MnemicDecoderConfig(vocab_size=len(tokenizer), **special, **settings))
+    if config is models.MnemicEncoderDecoderConfig:
+        special["decoder_start_token_id"] = tokenizer.eos_token_id
+    made = config(**{**settings, "vocab_size": len(tokenizer), **special})
+    kinds = {
+        models.MnemicDecoderConfig: models.MnemicDecoderForCausalLM,
+        models.MnemicSRUConfig: models.MnemicSRUForCausalLM,
+        models.MnemicEncoderDecoderConfig: models.MnemicEncoderDecoderForConditionalGeneration,
+    }
+    return kinds[config](made)
 
 
-def check_decoder(**settings: Any) -> None:
-    """UsageError if there can be no decoder of these settings, whatever its vocabulary."""
+def new_decoder(tokenizer: Any, **settings: Any) -> Any:
+    """A new decoder of ours for the vocabulary of `tokenizer`; `settings` are those of MnemicDecoderConfig."""
     from mnemic.models import MnemicDecoderConfig
 
-    MnemicDecoderConfig(vocab_size=sys.maxsize, **settings)
+    return new_model(tokenizer, MnemicDecoderConfig, settings)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """The settings of a config class of ours that a user chooses, and their types; the tokenizer decides the others."""
+    kinds = {field.name: field.type for field in dataclasses.fields(config)}
+    decided = ("vocab_size", "is_encoder_decoder")
+    return {name: kinds[name] for name in config.help() if name not in decided and not name.endswith("_token_id")}
 
 
 def decoder_settings() -> dict[str, Any]:
-    """The settings of the decoder that a user chooses, and their types; the tokenizer decides the others."""
+    """The settings of the decoder that a user chooses, and their types."""
     from mnemic.models import MnemicDecoderConfig
 
-    kinds = {field.name: field.type for field in dataclasses.fields(MnemicDecoderConfig)}
-    decided = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    return {name: kinds[name] for name in MnemicDecoderConfig.help() if name not in decided}
+    return settings_of(MnemicDecoderConfig)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mnemic.cli.options import add_config_options, given, read_memory, read_settings
+from mnemic.cli.loading import load_model, new_model, read_new_model
+from mnemic.cli.options import add_config_options, given, read_memory
 from mnemic.config import option
 from mnemic.errors import UsageError
 from mnemic.train.config import TrainConfig
@@ -21,10 +22,10 @@ from mnemic.train.config import TrainConfig
 EXAMPLE = """  mnemic train stdlib --memory tokens:count=10 --out runs/a --steps 500
   mnemic train books/ --model decoder:hidden_size=128,position=t5 --tokenizer byte --out runs/b
   mnemic train corpus.jsonl --model gpt2 --memory tokens:gated=true --trainable memory --out runs/c
+  mnemic train pairs/ --model encoder-decoder:hidden_size=256 --label-smoothing 0.1 --out runs/d
   mnemic train --resume --out runs/a
   mnemic train stdlib --print-config > run.toml && mnemic train --config run.toml"""
 
-DECODER = "decoder"
 TRAINED_HERE = ("bpe", "word", "byte")
 SETTINGS = "experiment.toml"  # in the run's folder: what was asked for
 
@@ -36,7 +37,9 @@ class Experiment(TrainConfig):
     corpus: str = option("", "a text file, a folder, a .jsonl file, hf:<dataset>, or a name from `mnemic list corpora`")
     corpus_path: str | None = option(None, "where a corpus with a name lies on this machine, if not on the hub")
     model: str = option(
-        DECODER, "decoder, decoder:<setting>=<value>,... (see `mnemic list decoder`), a folder, or a name on the hub"
+        "decoder",
+        "decoder, encoder-decoder or sru, with settings as decoder:<setting>=<value>,... (see `mnemic list decoder`), "
+        "preset:<name>, a folder, or a name on the hub",
     )
     memory: list[str] = option([], "a memory and its settings, as tokens:count=10 (see `mnemic list memories`)")
     tokenizer: str = option(
@@ -84,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not experiment.corpus:
         raise UsageError("no corpus was given: `mnemic train CORPUS ...`, for example a text file or stdlib")
     memories = [read_memory(text) for text in experiment.memory]
-    decoder = read_decoder(experiment.model)
+    new = read_new_model(experiment.model)
     import torch
 
     from mnemic.augment import augment
@@ -101,9 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
         torch.manual_seed(experiment.seed)
         corpus = open_corpus(experiment.corpus, experiment.corpus_path)
         if processes.is_main:
-            keep_tokenizer(experiment, corpus, new_model=decoder is not None)
+            keep_tokenizer(experiment, corpus, new_model=new is not None)
         processes.collect(None)  # the others find it in the run's folder
-        model, tokenizer = make_model(experiment, decoder)
+        model, tokenizer = make_model(experiment, new)
         if memories:
             augment(model, *memories)
         if processes.is_main and not (out / SETTINGS).exists():
@@ -151,25 +154,11 @@ def refuse_another_experiment(experiment: Experiment, started: Experiment) -> No
         )
 
 
-def read_decoder(model: str) -> dict[str, Any] | None:
-    """The settings of the new decoder that `model` asks for, found to make sense; None if it names another model."""
-    from mnemic.cli.loading import check_decoder, decoder_settings
-
-    name, _, settings = model.partition(":")
-    if name != DECODER:
-        return None
-    chosen = read_settings("--model", DECODER, settings, decoder_settings())
-    check_decoder(**chosen)
-    return chosen
-
-
-def make_model(experiment: Experiment, decoder: dict[str, Any] | None) -> tuple[Any, Any]:
-    """A new decoder of these settings with a tokenizer that fits, or the model that was named with its own."""
-    from mnemic.cli.loading import load_model, new_decoder
-
-    if decoder is not None:
+def make_model(experiment: Experiment, new: tuple[Any, dict[str, Any]] | None) -> tuple[Any, Any]:
+    """A new model, by its config class and settings, with a tokenizer that fits; or the model named, with its own."""
+    if new is not None:
         tokenizer = make_tokenizer(experiment)
-        return new_decoder(tokenizer, **decoder), tokenizer
+        return new_model(tokenizer, *new), tokenizer
     if experiment.tokenizer != "auto":
         raise UsageError(f"--tokenizer {experiment.tokenizer}: the model {experiment.model} has its own tokenizer")
     return load_model(experiment.model)

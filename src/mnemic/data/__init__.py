@@ -20,6 +20,8 @@ _PUBLIC = {
     "TokenizedCorpus": "tokenized",
     "tokenize_corpus": "tokenized",
     "DocumentStreams": "streams",
+    "ConsecutiveSegments": "consecutive",
+    "SimilarSegments": "similar",
     "SlidingWindows": "windows",
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from mnemic.data.documents import Corpus
 from mnemic.data.hub import hub_corpus
 from mnemic.data.local import local_corpus, present
+from mnemic.data.pairs import Languages, ParallelCorpus, parallel_corpus, read_direction
 from mnemic.errors import UsageError
 from mnemic.registry import Registry
 
@@ -24,6 +25,7 @@ CORPORA = Registry(
         "github": "mnemic.data.papers:github",
         "isabelle": "mnemic.data.papers:isabelle",
         "c4": "mnemic.data.papers:c4",
+        "multi30k": "mnemic.data.pairs:multi30k",
     },
 )
 """Name -> function(path | None) -> Corpus; the first line of its docstring says what a document is."""
@@ -33,20 +35,37 @@ def open_corpus(source: str, path: str | None = None) -> Corpus:
     """Opens a corpus: a text file (also .xz, .gz), a folder, a .jsonl file, `hf:<dataset>[:<config>]`, or a name.
 
     A registered name is looked for at `path`, then in the folder that MNEMIC_DATA names, then on the hub. A file or
-    folder that has the name of a corpus is opened with a slash in it: `./enwik8`.
+    folder that has the name of a corpus is opened with a slash in it: `./enwik8`. After a parallel corpus (a folder
+    with files such as train.de and train.en) may stand from which language to which it goes: `multi30k:en-de`.
     """
-    if source in CORPORA:
-        return CORPORA.load(source)(path)
+    name, languages = read_direction(source)
+    if languages and present(Path(source).expanduser()):
+        name, languages = source, None
+    if name in CORPORA:
+        return _between(CORPORA.load(name)(path), languages)
     if path is not None:
         raise UsageError(f"a path goes with the name of a corpus ({', '.join(CORPORA)}), not with {source!r}")
     if source.startswith("hf:"):
         return hub_corpus(source)
     if not source:
         raise UsageError("no corpus was named: give a file, a folder, hf:<dataset> or a name such as stdlib")
-    location = Path(source).expanduser()
-    if location.name == source and not present(location):
+    location = Path(name).expanduser()
+    if location.name == name and not present(location):
         raise _unknown(source)
-    return local_corpus(location, source)
+    parallel = parallel_corpus(location, name, languages)
+    return _between(parallel or local_corpus(location, name), languages)
+
+
+def _between(corpus: Corpus, languages: Languages | None) -> Corpus:
+    """A parallel corpus from and to these languages; any corpus if there are none."""
+    if languages is None:
+        return corpus
+    if not isinstance(corpus, ParallelCorpus):
+        raise UsageError(
+            f"{corpus.name} has no files such as train.{languages[0]} and train.{languages[1]}: "
+            f"open it without {':' + '-'.join(languages)!r}"
+        )
+    return corpus.between(*languages)
 
 
 def _unknown(source: str) -> UsageError:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 
+Window = tuple[int, int, int, int]
+"""A document's number, its first token that is read, the first that is scored, and the end of both."""
+
+
 class SlidingWindows:
     """Batches of windows over each document, in the form that DocumentStreams gives.
 
@@ -42,18 +46,22 @@ class SlidingWindows:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         windows = self._windows()
         while group := list(islice(windows, self.batch_size)):
-            yield self._batch(group)
+            yield self.batch(group)
 
-    def _windows(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (document, first input, first scored input, end of inputs) of each window in order."""
+    def _windows(self) -> Iterator[Window]:
         for document in range(len(self.corpus)):
-            inputs = self.corpus.length(document) - 1  # the end token predicts nothing
-            scored, end = 0, min(self.window, inputs)
-            while scored < inputs:
-                yield document, max(0, end - self.window), scored, end
-                scored, end = end, min(end + self.stride, inputs)
+            yield from self.of_document(document)
 
-    def _batch(self, group: list[tuple[int, int, int, int]]) -> dict[str, torch.Tensor]:
+    def of_document(self, document: int) -> Iterator[Window]:
+        """The windows of one document in order."""
+        inputs = self.corpus.length(document) - 1  # the end token predicts nothing
+        scored, end = 0, min(self.window, inputs)
+        while scored < inputs:
+            yield document, max(0, end - self.window), scored, end
+            scored, end = end, min(end + self.stride, inputs)
+
+    def batch(self, group: list[Window]) -> dict[str, torch.Tensor]:
+        """The batch of some windows."""
         import torch
 
         shape = len(group), max(end - start for _, start, _, end in group)

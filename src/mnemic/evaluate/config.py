@@ -13,6 +13,7 @@ METRICS = Registry(
     {
         "perplexity": "mnemic.evaluate.perplexity:perplexity",
         "masked_loss": "mnemic.evaluate.masked:masked_loss",
+        "bleu": "mnemic.evaluate.translation:bleu",
     },
 )
 
@@ -21,20 +22,22 @@ METRICS = Registry(
 class EvaluateConfig(Config):
     """What to measure, and how a document is cut for it."""
 
-    metrics: list[str] = option(["perplexity"], "what to measure: perplexity, masked_loss")
+    metrics: list[str] = option(["perplexity"], "what to measure: perplexity, masked_loss, bleu")
     split: str = option("valid", "the part of the corpus to measure on")
     window: int = option(512, "tokens that the model reads at once")
     stride: int | None = option(
         None, "tokens by which a window moves on, and which it scores; the whole window if unset"
     )
-    batch_size: int = option(8, "windows, or rows of an XL cache, at once; figures do not depend on it")
+    batch_size: int = option(8, "windows, rows of an XL cache, or pairs at once; figures do not depend on it")
     max_documents: int | None = option(None, "read no more documents than this")
     max_tokens: int | None = option(None, "stop after the document that brings the number of tokens to this or more")
+    beams: int = option(4, "beams of the search for a translation, in bleu; 1 is greedy search")
+    max_new_tokens: int = option(200, "tokens of a translation at most, in bleu")
     seed: int = option(0, "of the choice of hidden tokens in masked_loss")
 
     def check(self) -> None:
         """Raises UsageError for a value out of range or a name that does not exist."""
-        for name in ("window", "stride", "batch_size", "max_documents", "max_tokens"):
+        for name in ("window", "stride", "batch_size", "max_documents", "max_tokens", "beams", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"EvaluateConfig.{name} = {value}: expected 1 or more")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mnemic.data import Document, TokenizedCorpus, open_corpus, tokenize_corpus
+from mnemic.data.pair_batches import tokenize_pairs
 from mnemic.errors import UsageError
 from mnemic.evaluate.config import METRICS, EvaluateConfig
-from mnemic.train.objectives import check_vocabulary
+from mnemic.train.objectives import check_vocabulary, model_kind
 from mnemic.train.report import versions
+from mnemic.train.seq2seq import check_parallel
 from mnemic.train.state import untouched
 
 
@@ -31,7 +33,7 @@ def evaluate(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig | N
     config = config or EvaluateConfig.from_dict(options)
     corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
     check_vocabulary(model, tokenizer)
-    text = Text(corpus, tokenizer, config)
+    text = (PairedText if model_kind(model) == "seq2seq" else Text)(corpus, tokenizer, config)
     result = Result(model=type(model).__name__, corpus=corpus.name)
     with untouched(model):
         for metric in config.metrics:
@@ -56,6 +58,21 @@ class Text:
         for document in documents:
             self.characters += len(document.text)
             yield document
+
+
+class PairedText:
+    """The pairs to measure on: their token ids, the targets' texts, and how much text these are in other units."""
+
+    def __init__(self, corpus: Any, tokenizer: Any, config: EvaluateConfig) -> None:
+        pairs = list(islice(check_parallel(corpus).pairs(config.split), config.max_documents))
+        if config.max_tokens is not None:
+            targets = (pair.target for pair in pairs)
+            pairs = pairs[: sum(1 for _ in _until(targets, tokenizer, config.max_tokens))]
+        self.tokens = tokenize_pairs(lambda: pairs, tokenizer)
+        self.references = [pair.target.text for pair in pairs]
+        self.characters = sum(map(len, self.references))
+        self.words = int(self.tokens.target.word_counts.sum())
+        self.bytes = int(self.tokens.target.byte_counts.sum())
 
 
 def _until(documents: Iterator[Document], tokenizer: Any, most: int) -> Iterator[Document]:

@@ -4,6 +4,8 @@ A token is scored given what precedes it in its own document within the window. 
 of `window` tokens one after the other instead, and sees what its cache holds besides. A document always begins a
 window or a segment, so that a token's context, and with it every figure, is the same for any batch size.
 
+A model that translates reads pairs whole: the tokens of a target are scored, given its source and what precedes them.
+
 The end of a document is a token to predict too; it counts as a token, but not as a word, byte or character.
 """
 
@@ -17,33 +19,27 @@ from typing import Any
 import torch
 
 from mnemic.data import SlidingWindows, TokenizedCorpus
+from mnemic.data.pair_batches import PairBatches
 from mnemic.errors import MnemicError, UsageError
 from mnemic.evaluate.config import EvaluateConfig
-from mnemic.evaluate.evaluation import Text
+from mnemic.evaluate.evaluation import PairedText, Text
 from mnemic.hf.losses import IGNORED
 from mnemic.train.objectives import Batch, NextToken, Objective, check_length, model_kind
+from mnemic.train.seq2seq import Seq2Seq, check_pairs
 from mnemic.train.terminal import progress_bar
 
 
-def perplexity(model: Any, tokenizer: Any, text: Text, config: EvaluateConfig) -> dict[str, Any]:
+def perplexity(model: Any, tokenizer: Any, text: Text | PairedText, config: EvaluateConfig) -> dict[str, Any]:
     """The total negative log likelihood in nats, and what it is per token, word, byte and character."""
-    if model_kind(model) != "causal":
+    if model_kind(model) == "masked":
         raise UsageError(
             f"perplexity is that of the next token, which {type(model).__name__} does not predict: "
             "measure it with metrics = ['masked_loss']"
         )
-    objective = NextToken(model, tokenizer, config.seed)
-    if objective.carries():
-        if config.stride is not None and config.stride != config.window:
-            raise UsageError(
-                f"stride = {config.stride}: a model with an XL cache reads each segment of window = {config.window} "
-                "tokens once, its cache is the overlap; leave stride unset"
-            )
-        batches = carried_segments(text.tokens, config.window, config.batch_size, objective)
+    if isinstance(text, PairedText):
+        objective, batches = read_pairs(model, tokenizer, text, config)
     else:
-        check_length(model, config.window, "window")
-        windows = SlidingWindows(text.tokens, config.window, config.stride or config.window, config.batch_size)
-        batches = ((batch, None) for batch in windows)
+        objective, batches = read_documents(model, tokenizer, text, config)
     nll, count = total_loss(objective, batches, text.tokens.target_count)
     if count != text.tokens.target_count:
         raise MnemicError(f"{count} of {text.tokens.target_count} tokens were scored: this is a mistake in mnemic")
@@ -63,6 +59,35 @@ def perplexity(model: Any, tokenizer: Any, text: Text, config: EvaluateConfig) -
     }
 
 
+def read_documents(
+    model: Any, tokenizer: Any, text: Text, config: EvaluateConfig
+) -> tuple[Objective, Iterator[tuple[Batch, Any]]]:
+    """The batches of documents that score each token once, with the carry to read each with, for a causal model."""
+    objective = NextToken(model, tokenizer, config.seed)
+    stride = config.stride or config.window
+    if objective.has_cache() and stride != config.window:
+        raise UsageError(
+            f"stride = {config.stride}: a model with an XL cache reads each segment of window = {config.window} "
+            "tokens once, its cache is the overlap; leave stride unset"
+        )
+    if not objective.has_cache():
+        check_length(model, config.window, "window")
+    if objective.new_carry(1) is not None:
+        return objective, carried_windows(text.tokens, config.window, stride, config.batch_size, objective)
+    windows = SlidingWindows(text.tokens, config.window, stride, config.batch_size)
+    return objective, ((batch, None) for batch in windows)
+
+
+def read_pairs(
+    model: Any, tokenizer: Any, text: PairedText, config: EvaluateConfig
+) -> tuple[Objective, Iterator[tuple[Batch, Any]]]:
+    """The batches of whole pairs, from the shortest to the longest, for a model that translates."""
+    objective, pairs = Seq2Seq(model, tokenizer, config.seed), text.tokens
+    check_pairs(model, pairs)
+    batches = PairBatches(pairs, config.batch_size, int(pairs.lengths.max()), shuffle=False, epochs=1)
+    return objective, ((objective.prepare(batch, 0), None) for batch in batches)
+
+
 def total_loss(objective: Objective, batches: Iterator[tuple[Batch, Any]], targets: int | None) -> tuple[float, int]:
     """The sum of the losses of all targets, in double precision, and their number."""
     device = next(objective.model.parameters()).device
@@ -77,52 +102,34 @@ def total_loss(objective: Objective, batches: Iterator[tuple[Batch, Any]], targe
     return total, count
 
 
-def carried_segments(
-    tokens: TokenizedCorpus, length: int, rows: int, objective: Objective
+def carried_windows(
+    tokens: TokenizedCorpus, window: int, stride: int, rows: int, objective: Objective
 ) -> Iterator[tuple[Batch, Any]]:
-    """Batches in which each row reads a document segment by segment, with the carry to read it with.
+    """Batches in which each row reads a document window by window, with the carry to read it with.
 
-    A row whose document has ended goes on with the next one at its next segment; when none is left it is dropped.
+    A row whose document has ended goes on with the next one at its next window; when none is left it is dropped.
     """
+    windows = SlidingWindows(tokens, window, stride, rows)
     # The longest first: the rows end at about the same time
-    waiting = iter(sorted(range(len(tokens)), key=tokens.length, reverse=True))
-    reading = [(document, 0) for document in islice(waiting, rows)]
+    waiting = iter(sorted((d for d in range(len(tokens)) if tokens.length(d) > 1), key=tokens.length, reverse=True))
+    reading = [windows.of_document(document) for document in islice(waiting, rows)]
     carry = objective.new_carry(len(reading))
-    while reading:
-        yield _segments(tokens, length, reading), carry
-        following = [_next_place(tokens, place, length, waiting) for place in reading]
+    places = [next(row) for row in reading]
+    while places:
+        batch = windows.batch(places)
+        batch["document_starts"][:, 0] = torch.tensor([first == 0 for _, _, first, _ in places])
+        yield batch, carry
+        following = []
+        for number, row in enumerate(reading):
+            place = next(row, None)
+            if place is None and (document := next(waiting, None)) is not None:
+                reading[number] = windows.of_document(document)
+                place = next(reading[number])
+            following.append(place)
         kept = [row for row, place in enumerate(following) if place is not None]
         if kept and len(kept) < len(reading):
             carry.batch_select_indices(torch.tensor(kept))
-        reading = [place for place in following if place is not None]
-
-
-def _next_place(
-    tokens: TokenizedCorpus, place: tuple[int, int], length: int, waiting: Iterator[int]
-) -> tuple[int, int] | None:
-    document, start = place
-    if start + length < tokens.length(document) - 1:  # the end token predicts nothing
-        return document, start + length
-    following = next(waiting, None)
-    return None if following is None else (following, 0)
-
-
-def _segments(tokens: TokenizedCorpus, length: int, places: list[tuple[int, int]]) -> Batch:
-    """One segment for each (document, first token), padded on the right, in the form that DocumentStreams gives."""
-    shape = len(places), length
-    batch = {
-        "input_ids": torch.full(shape, tokens.end_token),
-        "targets": torch.full(shape, IGNORED),
-        "document_starts": torch.zeros(shape, dtype=torch.bool),
-        "attention_mask": torch.zeros(shape, dtype=torch.long),
-    }
-    for row, (document, start) in enumerate(places):
-        piece = torch.from_numpy(tokens.slice(document, start, start + length + 1))
-        batch["input_ids"][row, : len(piece) - 1] = piece[:-1]
-        batch["targets"][row, : len(piece) - 1] = piece[1:]
-        batch["attention_mask"][row, : len(piece) - 1] = 1
-        batch["document_starts"][row, 0] = start == 0
-    return batch
+        reading, places = [reading[row] for row in kept], [place for place in following if place is not None]
 
 
 def _exp(x: float) -> float | None:

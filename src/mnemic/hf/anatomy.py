@@ -23,9 +23,10 @@ class Anatomy(Config):
     blocks: str = option("layers", "path, inside the stack, of the list of blocks")
     attention: str = option("self_attn", "path, inside a block, of its self-attention")
     feed_forward: list[str] = option(["mlp"], "paths, inside a block, of the modules that make up its feed-forward")
-    positions: Literal["rotary", "absolute", "relative", "alibi"] = option(
+    positions: Literal["rotary", "absolute", "relative", "alibi", "recurrent"] = option(
         "rotary",
-        "how tokens get positions: rotary and absolute by position_ids, relative and alibi by their place in the input",
+        "how tokens get positions: rotary and absolute by position_ids, relative and alibi by their place in the "
+        "input; a recurrent model needs none but the 0 at which a document starts",
     )
 
 
@@ -75,6 +76,9 @@ ARCHITECTURES: dict[str, Anatomy] = {
     "bart": _BART,
     "marian": _BART,
     "mnemic-decoder": _LLAMA,
+    # SRU++ has no feed-forward of its own. Its recurrence is what follows attention; it is given what attention found,
+    # normalised, which is the natural key of a context.
+    "mnemic-sru": Anatomy(feed_forward=["recurrence"], positions="recurrent"),
     "mnemic-encoder-decoder": Anatomy(kind="seq2seq", stack="encoder", decoder="decoder"),
 }
 
@@ -101,9 +105,17 @@ class Places:
         return vectors.float() * getattr(self.stack, "embed_scale", 1.0)
 
     @property
+    def predicting_feed_forward(self) -> list[list[nn.Module]]:
+        """The feed-forward of each block of the stack that predicts tokens: the decoder, if there is one."""
+        if self.decoder is None:
+            return self.feed_forward
+        blocks = list(_at(self.decoder, self.anatomy.blocks, "blocks", self.decoder))
+        return [[_at(b, path, "feed_forward", self.decoder) for path in self.anatomy.feed_forward] for b in blocks]
+
+    @property
     def positions_by_id(self) -> bool:
         """Whether a token's position is what position_ids say, wherever it stands in the input."""
-        return self.anatomy.positions in ("rotary", "absolute")
+        return self.anatomy.positions in ("rotary", "absolute", "recurrent")
 
 
 def find(model: PreTrainedModel, anatomy: Anatomy | None = None) -> Places:
@@ -146,7 +158,7 @@ def _known(model: PreTrainedModel) -> Anatomy:
     return anatomy
 
 
-def _at(root: nn.Module, path: str, what: str, model: PreTrainedModel) -> Any:
+def _at(root: nn.Module, path: str, what: str, model: nn.Module) -> Any:
     """The module at a dotted path (a number indexes a list), or an error that says what is there."""
     module: Any = root
     for name in filter(None, path.split(".")):

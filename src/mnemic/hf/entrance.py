@@ -64,6 +64,11 @@ def reading(document_starts: torch.Tensor | None) -> Iterator[None]:
         _document_starts.reset(token)
 
 
+def starts_being_read() -> torch.Tensor | None:
+    """Where documents start in what is read now, if that was told."""
+    return _document_starts.get()
+
+
 class Entrance:
     """The hooks on a model's stack (and on the decoder that reads an encoder's output)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,18 @@ def token_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> tuple[torc
     """
     if hasattr(model, "token_losses"):
         return model.token_losses(targets=targets, **inputs)
-    outputs = model(**inputs)
-    logits = outputs.logits.flatten(0, 1)
+    losses, _, outputs = masses_of_logits(model, targets, **inputs)
+    return losses, outputs
+
+
+def masses_of_logits(
+    forward: Callable[..., Any], targets: torch.Tensor, **inputs: Any
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """The losses of the targets, the logarithms of the softmax's normalisers, and the outputs of a forward."""
+    outputs = forward(**inputs)
+    logits = outputs.logits
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses.view_as(targets), outputs
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    losses = losses.view_as(targets)
+    wanted = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return losses, losses + wanted, outputs

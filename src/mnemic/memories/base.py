@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,6 +16,21 @@ if TYPE_CHECKING:
     from mnemic.hf.entrance import Entrance
 
 
+Masses = Callable[..., tuple[torch.Tensor, torch.Tensor, Any]]
+"""For inputs by name: the losses of the targets, the logarithms of the softmax's normalisers, and the outputs."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A batch of text whose next tokens are scored: the forward's inputs by name, and what it does not take."""
+
+    inputs: dict[str, Any]
+    targets: torch.Tensor  # (B, T), -100 where nothing is scored
+    document_starts: torch.Tensor | None = None
+    streams: torch.Tensor | None = None  # (B,): rows of equal numbers are consecutive segments of one text
+    state: Any = None  # from `new_state`
+
+
 class Handle(nn.Module):
     """One memory in one model: its parameters, its run-time state, and the way back.
 
@@ -21,6 +38,8 @@ class Handle(nn.Module):
     parameters; everything it changes in the model it puts back in `detach`, and it is without effect while `switch`ed
     off.
     """
+
+    changes_keys: ClassVar[bool] = True  # whether the hidden states of the model depend on the memory
 
     def __init__(self, config: MemoryConfig) -> None:
         super().__init__()
@@ -38,6 +57,30 @@ class Handle(nn.Module):
     def detach(self) -> None:
         """Takes the memory out of the model."""
         self.switch(False)
+
+    def outputs(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """The model's forward for these inputs; a memory at the model's output changes what comes out of it."""
+        return forward(**inputs)
+
+    def token_losses(self, masses: Masses, reading: Reading) -> tuple[torch.Tensor, Any]:
+        """The loss of each target, (B, T), and the outputs, without forming all logits."""
+        losses, _, outputs = masses(**reading.inputs)
+        return losses, outputs
+
+    def new_state(self, rows: int) -> Any:
+        """What goes from segment to segment in each row of a batch, empty; None where nothing does."""
+        return None
+
+    def begin_step(self, step: int, steps: int) -> None:
+        """Tells how far training is, before each step."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the memory has the store that its config names."""
+        return True
+
+    def connect(self, store: Any) -> None:
+        """Gives the memory the store that its config names."""
 
     def reset(self) -> None:
         """Forgets what was read so far."""

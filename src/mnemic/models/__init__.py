@@ -9,6 +9,9 @@ from mnemic.models.config import MnemicDecoderConfig, MnemicEncoderDecoderConfig
 from mnemic.models.decoder import MnemicDecoderForCausalLM, MnemicDecoderModel
 from mnemic.models.encoder_decoder import MnemicEncoderDecoderForConditionalGeneration, MnemicEncoderDecoderModel
 from mnemic.models.masks import EVERY, PADDING, visibility
+from mnemic.models.sru import MnemicSRUForCausalLM, MnemicSRUModel
+from mnemic.models.sru_cache import SRUCache
+from mnemic.models.sru_config import MnemicSRUConfig
 
 __all__ = [
     "EVERY",
@@ -19,12 +22,17 @@ __all__ = [
     "MnemicEncoderDecoderConfig",
     "MnemicEncoderDecoderForConditionalGeneration",
     "MnemicEncoderDecoderModel",
+    "MnemicSRUConfig",
+    "MnemicSRUForCausalLM",
+    "MnemicSRUModel",
+    "SRUCache",
     "XLCache",
     "visibility",
 ]
 
 for _config, _base, _auto, _model in (
     (MnemicDecoderConfig, MnemicDecoderModel, AutoModelForCausalLM, MnemicDecoderForCausalLM),
+    (MnemicSRUConfig, MnemicSRUModel, AutoModelForCausalLM, MnemicSRUForCausalLM),
     (
         MnemicEncoderDecoderConfig,
         MnemicEncoderDecoderModel,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mnemic.errors import UsageError
 from mnemic.models.config import MnemicDecoderConfig
-from mnemic.models.cross_entropy import token_cross_entropy
+from mnemic.models.cross_entropy import normalised_cross_entropy, token_cross_entropy
 
 
 class Tables(nn.ParameterList):
@@ -87,15 +87,22 @@ class AdaptiveSoftmax(Bands):
             parts.append(self._tail(hidden, band).log_softmax(-1) + chosen)
         return torch.cat(parts, dim=-1)
 
-    def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """-log p(target) for hidden states (N, hidden_size), 0 where ignored; only the targets' bands are computed."""
+    def normalisers(self, hidden: Tensor) -> Tensor:
+        """The logarithm of the normaliser of the choice among frequent words and bands, (...)."""
+        return self._head(hidden).logsumexp(-1)
+
+    def losses(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """-log p(target) for hidden states (N, hidden_size), 0 where ignored, and the logarithms of the normalisers.
+
+        Only the targets' bands are computed.
+        """
         first = self.bounds[1]
         choices = targets.clone()
         for band in range(1, len(self.tables)):
             choices[self.band(targets, band)] = first + band - 1
-        losses = token_cross_entropy(self._head(hidden), choices)
+        losses, normalisers = normalised_cross_entropy(self._head(hidden), choices)
         for band in range(1, len(self.tables)):
             places = self.band(targets, band)
             within = token_cross_entropy(self._tail(hidden[places], band), targets[places] - self.bounds[band])
             losses = losses.index_add(0, places, within)
-        return losses
+        return losses, normalisers

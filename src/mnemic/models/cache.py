@@ -39,6 +39,7 @@ class XLCache(Cache):
         self.next_position = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.document = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.segment: Segment | None = None
+        self.riders: list[Any] = []  # what a memory keeps of the same tokens, as layers of a cache
 
     @property
     def columns(self) -> list[_Layer]:
@@ -108,7 +109,7 @@ class XLCache(Cache):
         """Forgets everything, or only what the given rows saw."""
         if rows is None:
             super().reset()
-            self.seen = 0
+            self.seen, self.riders = 0, []
             self.positions, self.documents = self.positions[:, :0], self.documents[:, :0]
             self.next_position, self.document = torch.zeros_like(self.next_position), torch.zeros_like(self.document)
             return
@@ -153,6 +154,8 @@ class XLCache(Cache):
         for name in _MARKS:
             marks = getattr(self, name)
             setattr(self, name, marks.index_select(0, rows.to(marks.device)))
+        for rider in self.riders:
+            rider.reorder_cache(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes row i a copy of row `beam_idx[i]`, as beam search asks."""

@@ -18,12 +18,17 @@ def token_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Only the logits themselves are kept for the backward pass, which needs one more array of their size.
     """
+    return normalised_cross_entropy(logits, targets)[0]
+
+
+def normalised_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and the logarithm of the softmax's normaliser, (N,) each."""
     return _TokenCrossEntropy.apply(logits, targets)
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         precise = torch.promote_types(logits.dtype, torch.float32)
         kept = targets != IGNORED
         chosen = targets.where(kept, 0).unsqueeze(1)
@@ -32,21 +37,21 @@ class _TokenCrossEntropy(torch.autograd.Function):
             out.copy_(-F.log_softmax(piece, dim=1, dtype=precise).gather(1, index).squeeze(1))
         normaliser = losses + logits.gather(1, chosen).squeeze(1)  # log of the sum of exponentials
         ctx.save_for_backward(logits, normaliser, chosen, kept)
-        return losses * kept
+        return losses * kept, normaliser
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         logits, normaliser, chosen, kept = ctx.saved_tensors
-        upstream = (gradients[0] * kept).unsqueeze(1)
+        to_target = (gradients[0] * kept).unsqueeze(1)
+        to_all = to_target + gradients[1].unsqueeze(1)
         result = torch.empty_like(logits)
         normaliser = normaliser.unsqueeze(1)
         for start in range(0, logits.shape[0], ROWS):
             rows = slice(start, start + ROWS)
             probabilities = (logits[rows] - normaliser[rows]).exp_()
-            probabilities.scatter_add_(1, chosen[rows], torch.full_like(upstream[rows], -1.0))
-            torch.mul(probabilities, upstream[rows], out=probabilities)
-            result[rows] = probabilities
+            probabilities *= to_all[rows]
+            result[rows] = probabilities.scatter_add_(1, chosen[rows], -to_target[rows].to(probabilities.dtype))
         return result, None
 
 

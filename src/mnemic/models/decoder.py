@@ -22,7 +22,7 @@ from mnemic.models.attention import PositionTerms, ResidualLinear, SelfAttention
 from mnemic.models.blocks import Block, ScaledEmbedding
 from mnemic.models.cache import Segment, XLCache
 from mnemic.models.config import MnemicDecoderConfig
-from mnemic.models.cross_entropy import IGNORED, ROWS, mean_loss, token_cross_entropy
+from mnemic.models.cross_entropy import IGNORED, ROWS, mean_loss, normalised_cross_entropy, token_cross_entropy
 from mnemic.models.layout import Layout, plain_layout
 from mnemic.models.masks import additive
 from mnemic.models.positions import T5Bias, XLRelative, XLTerms, rotary_terms, sinusoids
@@ -275,7 +275,12 @@ class MnemicDecoderForCausalLM(MnemicDecoderPreTrainedModel, GenerationMixin):
         )
 
     def token_losses(self, targets: Tensor, **inputs: Any) -> tuple[Tensor, BaseModelOutputWithPast]:
-        """-log p(targets[b, t] | inputs up to t), (B, T), 0 where the target is -100; and the hidden states.
+        """-log p(targets[b, t] | inputs up to t), (B, T), 0 where the target is -100; and the hidden states."""
+        losses, _, outputs = self.token_masses(targets, **inputs)
+        return losses, outputs
+
+    def token_masses(self, targets: Tensor, **inputs: Any) -> tuple[Tensor, Tensor, BaseModelOutputWithPast]:
+        """The losses of the targets, the logarithms of the softmax's normalisers, (B, T) each, and the hidden states.
 
         The logits are never held for the whole vocabulary and batch at once in two copies; with the adaptive softmax
         only those of the targets' bands are computed.
@@ -285,11 +290,12 @@ class MnemicDecoderForCausalLM(MnemicDecoderPreTrainedModel, GenerationMixin):
         if hidden.shape[0] != flat.shape[0]:
             raise UsageError(f"targets of shape {tuple(targets.shape)} for {hidden.shape[0]} hidden states in all")
         if isinstance(self.lm_head, AdaptiveSoftmax):
-            losses = self.lm_head.losses(hidden, flat)
+            losses, normalisers = self.lm_head.losses(hidden, flat)
         else:
             pieces = zip(hidden.split(ROWS), flat.split(ROWS), strict=True)
-            losses = torch.cat([token_cross_entropy(self.lm_head(states), wanted) for states, wanted in pieces])
-        return losses.view_as(targets), outputs
+            masses = [normalised_cross_entropy(self.lm_head(states), wanted) for states, wanted in pieces]
+            losses, normalisers = (torch.cat(parts) for parts in zip(*masses, strict=True))
+        return losses.view_as(targets), normalisers.view_as(targets), outputs
 
     def new_cache(self, batch_size: int) -> XLCache:
         """An empty XL cache of `xl_length` tokens for a batch of that many rows."""

@@ -1,17 +1,4 @@
-"""Keys read off a causal model: for each token of a text, what enters one of the model's modules there.
-
-Which module, by name:
-
-    ffn       The last block's feed-forward. Both kNN-LM (arXiv 1911.00172) and TRIME (arXiv 2205.12674, section 3)
-              found its input the best key.
-    ffn:3     The feed-forward of block 3, counted from 0; ffn:-2 is that of the last block but one.
-    output    The head: the final hidden state, from which the model itself predicts.
-    a path    Any module, as in `model.get_submodule`: "transformer.h.3.ln_1".
-
-What a feed-forward gets depends on the block. Most normalise the residual stream after attention and give it that: the
-key kNN-LM means. OLMo 2 normalises behind its feed-forward instead, so the key is the residual stream as it is. The
-blocks of Falcon, Phi and GPT-NeoX run attention and feed-forward beside each other on the same input: there the key is
-the normalised input of the block, which the attention of the last block has not touched.
+"""Keys read off a causal model: for each token of a text, what enters one of its modules there (hf/keys.py).
 
 An XL cache is not used: a key looks back on its window, and on nothing that another key of the same token would not.
 """
@@ -32,8 +19,8 @@ from numpy.typing import NDArray
 from mnemic.data import CORPORA, Corpus, Document, open_corpus
 from mnemic.data.local import files_as_documents
 from mnemic.data.streams import IGNORED
-from mnemic.data.windows import SlidingWindows
-from mnemic.errors import UnsupportedModel, UsageError
+from mnemic.data.windows import SlidingWindows, Window
+from mnemic.errors import UsageError
 from mnemic.stores.base import Floats, References, Source
 
 if TYPE_CHECKING:
@@ -41,51 +28,8 @@ if TYPE_CHECKING:
 
 # torch, and what imports it, is imported inside of functions: opening a store must not need it.
 
-OUTPUT, FEED_FORWARD = "output", "ffn"
 USUAL_WINDOW = 512
 EVERYTHING = "all"
-
-Window = tuple[int, int, int, int]
-"""A document's number, its first token that is read, the first that is encoded, and the end of both."""
-
-
-def module_path(model: Any, layer: str) -> str:
-    """The path, in `model`, of the module whose input is the key."""
-    name, _, number = layer.partition(":")
-    if layer == OUTPUT:
-        module = model.get_output_embeddings()
-        if module is None:
-            raise UsageError(f"{type(model).__name__} has no head: load it with AutoModelForCausalLM, or name a module")
-    elif name == FEED_FORWARD:
-        module = _feed_forward(model, number)
-    else:
-        return _existing(model, layer)
-    return next(path for path, part in model.named_modules() if part is module and not path.startswith("memory."))
-
-
-def _feed_forward(model: Any, number: str) -> Any:
-    from mnemic.hf.anatomy import find
-
-    try:
-        blocks = find(model, getattr(getattr(model, "memory", None), "anatomy", None)).feed_forward
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{error}; or name the module itself, as in layer='transformer.h.11.mlp'") from None
-    try:
-        return blocks[int(number or -1)][0]
-    except (ValueError, IndexError):
-        raise UsageError(
-            f"layer = 'ffn:{number}': {type(model).__name__} has the blocks 0 to {len(blocks) - 1}"
-        ) from None
-
-
-def _existing(model: Any, path: str) -> str:
-    try:
-        model.get_submodule(path)
-    except AttributeError as error:
-        raise UsageError(
-            f"layer = {path!r}: expected ffn, ffn:<block>, output, or the path of a module, and this is none ({error})"
-        ) from None
-    return path
 
 
 class _Heard(Exception):
@@ -96,6 +40,7 @@ class Encoder:
     """Reads keys off a model, and on request how well the model foresaw each next token."""
 
     def __init__(self, model: Any, tokenizer: Any, layer: str) -> None:
+        from mnemic.hf.keys import module_path
         from mnemic.train.objectives import NextToken, check_vocabulary, model_kind
 
         if model_kind(model) != "causal":
@@ -133,6 +78,8 @@ class Encoder:
         self, batch: dict[str, torch.Tensor], losses: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The keys (B, T, width) of a batch of windows; with `losses` also -log p of each target, (B, T)."""
+        from mnemic.hf.keys import by_token
+
         if (memory := getattr(self.model, "memory", None)) is not None:
             memory.reset()
         device = next(self.model.parameters()).device
@@ -141,15 +88,7 @@ class Encoder:
         found = None
         with self._listening(stop=not losses) as heard, contextlib.suppress(_Heard):
             found = self._objective.losses(batch, None)
-        states = heard[0]
-        tokens = states.shape[:-1].numel()
-        if states.ndim not in (2, 3) or tokens % rows or tokens < rows * length:
-            raise UsageError(
-                f"layer = {self.layer!r} takes an input of shape {tuple(states.shape)}: "
-                "choose a module that takes one vector for each token"
-            )
-        # OPT's feed-forward gets all tokens in one long row; what a memory puts before a sequence is no part of it
-        return states.reshape(rows, -1, states.shape[-1])[:, -length:], found
+        return by_token(heard[0], rows, length), found
 
     @contextlib.contextmanager
     def _listening(self, stop: bool) -> Iterator[list[torch.Tensor]]:
@@ -183,10 +122,6 @@ class KeyWindows(SlidingWindows):
         windows = islice(self._windows(), skipped * self.batch_size, None)
         while group := list(islice(windows, self.batch_size)):
             yield group
-
-    def batch(self, group: list[Window]) -> dict[str, torch.Tensor]:
-        """The batch of a group."""
-        return self._batch(group)
 
     def references(self, group: list[Window], namespace: str) -> References:
         """The document and position of each row of a group."""

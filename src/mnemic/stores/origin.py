@@ -31,14 +31,17 @@ def origin_of(model: Any, tokenizer: Any, **more: Any) -> Origin:
 
 
 def memory_fingerprint(model: Any) -> str:
-    """A checksum of the memories in a model, "" if it has none; keys depend on them as on any weight."""
+    """A checksum of those memories in a model on which keys depend, as on any weight; "" if there are none."""
     memory = getattr(model, "memory", None)
-    if memory is None:
+    handles = {name: handle for name, handle in memory.handles.items() if handle.changes_keys} if memory else {}
+    if not handles:
         return ""
+    from torch import nn
+
     from mnemic.hf.fingerprint import fingerprint
 
-    settings = json.dumps({name: handle.config.to_dict() for name, handle in memory.handles.items()}, sort_keys=True)
-    return xxhash.xxh3_128_hexdigest((fingerprint(memory) + settings).encode())
+    settings = json.dumps({name: handle.config.to_dict() for name, handle in handles.items()}, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest((fingerprint(nn.ModuleDict(handles)) + settings).encode())
 
 
 def check_origin(store: Store, model: Any, tokenizer: Any, override: Iterable[str]) -> None:

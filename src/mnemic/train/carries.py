@@ -1,11 +1,40 @@
-"""What rows carry from segment to segment, as one table of all rows, which can be divided otherwise when it is read."""
+"""What rows carry from segment to segment: also as one table of all rows, to be divided otherwise when it is read."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Carry:
+    """What goes with the rows of a batch: an XL cache, if the model has one, and the states of its memories by name."""
+
+    cache: Any = None
+    states: dict[str, Any] = field(default_factory=dict)
+
+    def _parts(self) -> dict[str, Any]:
+        return ({"cache": self.cache} if self.cache is not None else {}) | self.states
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows."""
+        for part in self._parts().values():
+            part.batch_select_indices(indices)
+
+    def tensors(self) -> Tensors:
+        """All of it, by part and name."""
+        return {f"{part}.{name}": t for part, held in self._parts().items() for name, t in held.tensors().items()}
+
+    def load_tensors(self, tensors: Tensors) -> None:
+        """The inverse of `tensors`."""
+        for part, held in self._parts().items():
+            own = part + "."
+            held.load_tensors({name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)})
 
 
 def join_rows(parts: list[Tensors]) -> Tensors:

@@ -11,7 +11,11 @@ from mnemic.registry import Registry
 
 OBJECTIVES = Registry(
     "objective",
-    {"next-token": "mnemic.train.objectives:NextToken", "masked": "mnemic.train.objectives:Masked"},
+    {
+        "next-token": "mnemic.train.objectives:NextToken",
+        "masked": "mnemic.train.objectives:Masked",
+        "seq2seq": "mnemic.train.seq2seq:Seq2Seq",
+    },
 )
 SCHEDULES = Registry(
     "schedule",
@@ -36,7 +40,18 @@ class TrainConfig(Config):
 
     steps: int = option(1000, "how many times the weights are updated")
     batch_size: int = option(8, "rows in a batch, of all processes; each row reads its own documents, a segment a step")
-    segment_length: int = option(128, "tokens in a row of a batch")
+    segment_length: int = option(
+        128,
+        "tokens in a row of a batch; translating, a batch has as many rows as make batch_size x segment_length tokens",
+    )
+    batching: Literal["documents", "consecutive", "similar", "shuffled"] = option(
+        "documents",
+        "rows of a batch: documents, read on from batch to batch; consecutive segments of them; segments with many "
+        "words in common (similar, by BM25); or shuffled segments",
+    )
+    consecutive: int = option(
+        1, "how many rows of a batch are consecutive segments of one text, if batching = consecutive"
+    )
     learning_rate: float = option(3e-4, "the schedule's learning rate: its peak, or for rsqrt its factor")
     warmup: int = option(100, "steps in which the learning rate rises linearly from zero")
     schedule: str = option("cosine", "learning rate after the warm-up: constant, linear, cosine, inverse-sqrt, rsqrt")
@@ -53,17 +68,36 @@ class TrainConfig(Config):
     log_every: int = option(10, "steps between lines of log.jsonl; a line has the mean loss since the one before")
     evaluate_every: int = option(0, "steps between losses on the valid split; the best model goes to best/; 0 is never")
     trackers: list[str] = option([], "where else to log: tensorboard, wandb")
-    objective: str = option("auto", "next-token, masked, or auto: what the model was made for")
+    objective: str = option("auto", "next-token, masked, seq2seq, or auto: what the model was made for")
+    label_smoothing: float = option(0.0, "share of a target's probability that is spread over all tokens; seq2seq only")
     split: str = option("train", "the part of the corpus to train on")
     trainable: Literal["all", "memory"] = option("all", "memory freezes the base model and trains its memories only")
     resume: bool = option(False, "continue the run in `out` from its newest checkpoint, if there is one")
 
     def check(self) -> None:
         """Raises UsageError for a value out of range or a name that does not exist."""
-        for name in ("steps", "batch_size", "segment_length", "accumulate", "checkpoint_every", "keep", "log_every"):
+        for name in (
+            "steps",
+            "batch_size",
+            "segment_length",
+            "accumulate",
+            "checkpoint_every",
+            "keep",
+            "log_every",
+            "consecutive",
+        ):
             self._at_least(name, 1)
         for name in ("learning_rate", "warmup", "weight_decay", "clip", "evaluate_every", "seed"):
             self._at_least(name, 0)
+        if self.consecutive > 1 and self.batching != "consecutive":
+            raise UsageError(f"TrainConfig.consecutive = {self.consecutive} needs batching = 'consecutive'")
+        if self.batching == "consecutive" and self.batch_size // self.accumulate % self.consecutive:
+            raise UsageError(
+                f"TrainConfig.consecutive = {self.consecutive} does not divide the "
+                f"{self.batch_size // self.accumulate} rows that are read at once"
+            )
+        if not 0 <= self.label_smoothing < 1:
+            raise UsageError(f"TrainConfig.label_smoothing = {self.label_smoothing}: expected 0 or more, below 1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UsageError(f"TrainConfig.betas = {self.betas}: expected two numbers from 0 to below 1")
         if self.batch_size % self.accumulate:

@@ -23,7 +23,7 @@ import torch
 from accelerate.utils import set_seed
 from tqdm import tqdm
 
-from mnemic.data import DocumentStreams, TokenizedCorpus, open_corpus, tokenize_corpus
+from mnemic.data import ConsecutiveSegments, SimilarSegments, open_corpus
 from mnemic.errors import MnemicError, UsageError
 from mnemic.files import lock, new_folder
 from mnemic.train.carries import join_rows, take_rows
@@ -88,7 +88,7 @@ class Loop:
         self.processes.copy_from_main(model)
         set_seed(config.seed, device_specific=True)
         check_length(model, config.segment_length, "segment_length")
-        self.objective = make_objective(config.objective, model, tokenizer, config.seed)
+        self.objective = make_objective(config.objective, model, tokenizer, config.seed, config.label_smoothing)
         self.parameters = select_trainable(model, config)
         self.optimizer = make_optimizer(self.parameters, config)
         self.stream = self.new_stream(self.tokenize(config.split))
@@ -138,6 +138,7 @@ class Loop:
         config, progress, began = self.config, self.progress, time.monotonic()
         progress.step += 1
         total, count = 0.0, 0
+        self.objective.begin_step(progress.step, config.steps)
         for piece, carry in zip(self.pieces(self.prepare(batch, progress.step)), self.carries, strict=True):
             loss, targets = self.loss(piece, carry)
             self.accelerator.backward(loss)
@@ -168,8 +169,8 @@ class Loop:
 
     def pieces(self, batch: Batch) -> Iterator[Batch]:
         """The batch cut into `accumulate` pieces of equally many rows."""
-        rows = self.rows // self.config.accumulate
-        for first in range(0, self.rows, rows):
+        rows = len(batch["targets"]) // self.config.accumulate
+        for first in range(0, rows * self.config.accumulate, rows):
             yield {name: tensor[first : first + rows] for name, tensor in batch.items()}
 
     def break_down(self, why: str) -> NoReturn:
@@ -186,22 +187,22 @@ class Loop:
         """The token ids of a split, kept in the run's folder."""
         folder = self.out / "tokens" / split
         if self.processes.is_main:
-            tokens = tokenize_corpus(self.corpus.documents(split), self.tokenizer, folder)
+            tokens = self.objective.tokenize(self.corpus, split, folder)
         self.processes.collect(None)  # the others wait for the folder
-        return tokens if self.processes.is_main else TokenizedCorpus(folder)
+        return tokens if self.processes.is_main else self.objective.open_tokens(folder)
 
     def new_stream(self, tokens: Any, epochs: int | None = None) -> Any:
-        """This process' rows of document streams: shuffled and endless, or in order for a number of epochs."""
-        return DocumentStreams(
-            tokens,
-            self.rows,
-            self.config.segment_length,
-            seed=self.config.seed,
-            shuffle=epochs is None,
-            epochs=epochs,
-            rank=self.processes.rank,
-            world_size=self.processes.count,
-        )
+        """This process' rows of the batches: shuffled and endless, or in order for a number of epochs."""
+        config, processes = self.config, self.processes
+        options: dict[str, Any] = {"seed": config.seed, "rank": processes.rank, "world_size": processes.count}
+        if epochs is not None or config.batching == "documents":
+            options |= {"shuffle": epochs is None, "epochs": epochs}
+            return self.objective.stream(tokens, self.rows, config.segment_length, **options)
+        self.objective.check_batching(config.batching)
+        if config.batching == "consecutive":
+            return ConsecutiveSegments(tokens, self.rows, config.segment_length, config.consecutive, **options)
+        options |= {"shuffled": config.batching == "shuffled", "folder": self.out / "neighbours"}
+        return SimilarSegments(tokens, self.rows, config.segment_length, **options)
 
     def prepare(self, batch: Batch, step: int) -> Batch:
         """The batch as the objective reads it."""

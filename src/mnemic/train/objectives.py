@@ -7,31 +7,43 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mnemic.data import DocumentStreams, TokenizedCorpus, tokenize_corpus
 from mnemic.errors import UsageError
 from mnemic.hf.entrance import can_separate_documents, documents_apart
 from mnemic.hf.losses import IGNORED, token_losses
+from mnemic.train.carries import Carry
 from mnemic.train.config import OBJECTIVES
 
 Batch = dict[str, Tensor]
-_USUAL = {"causal": "next-token", "masked": "masked"}
+_USUAL = {"causal": "next-token", "masked": "masked", "seq2seq": "seq2seq"}
 
 
 class Objective(ABC):
     """One way to train: how a batch is prepared, and its loss."""
 
-    kind: ClassVar[str]  # of the models it suits: "causal" or "masked"
+    kind: ClassVar[str]  # of the models it suits: "causal", "masked" or "seq2seq"
+    stream: ClassVar[type] = DocumentStreams  # what makes batches of the tokens
 
     def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
-        self.model = model
+        self.model, self.memory = model, getattr(model, "memory", None)
         self.tokenizer = tokenizer
         self.seed = seed
         self.accepts = frozenset(inspect.signature(model.forward).parameters)
         self.keeps_documents_apart = "document_starts" in self.accepts
+
+    def tokenize(self, corpus: Any, split: str, folder: Path) -> Any:
+        """The token ids of a split, written to a folder."""
+        return tokenize_corpus(corpus.documents(split), self.tokenizer, folder)
+
+    def open_tokens(self, folder: Path) -> Any:
+        """What `tokenize` wrote to a folder."""
+        return TokenizedCorpus(folder)
 
     def prepare(self, batch: Batch, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """The batch as this objective reads it; the same for the same seed and step.
@@ -39,6 +51,20 @@ class Objective(ABC):
         With several processes it is the part of this one, and is made what it would be as a part of the whole.
         """
         return batch
+
+    def check_batching(self, batching: str) -> None:
+        """UsageError if batches other than documents read in order do not suit the model."""
+        if self.kind == "seq2seq":
+            raise UsageError(f"batching = {batching!r} is for a text, not for pairs: use 'documents'")
+        if getattr(self.model.config, "xl_length", 0):
+            raise UsageError(
+                f"batching = {batching!r}: a model with an XL cache reads on from batch to batch, use 'documents'"
+            )
+
+    def begin_step(self, step: int, steps: int) -> None:
+        """Tells the model's memories how far training is, before each step."""
+        if self.memory is not None:
+            self.memory.begin_step(step, steps)
 
     def new_carry(self, rows: int) -> Any:
         """A fresh carry from segment to segment for a batch of `rows` rows, or None if the model has none.
@@ -80,21 +106,26 @@ class NextToken(Objective):
         self.needs_help = not self.keeps_documents_apart and can_separate_documents(model)
         self.keeps_documents_apart |= self.needs_help
 
-    def carries(self) -> bool:
+    def has_cache(self) -> bool:
         """Whether the model has a cache of its own that outlives a segment."""
         return getattr(self.model.config, "xl_length", 0) > 0
 
-    def new_carry(self, rows: int) -> Any:
-        """The model's XL cache, if it has one."""
-        return self.model.new_cache(rows) if self.carries() else None
+    def new_carry(self, rows: int) -> Carry | None:
+        """The model's XL cache and what its memories keep of a text, if there is any such thing."""
+        states = self.memory.new_state(rows) if self.memory is not None else {}
+        if not self.has_cache() and not states:
+            return None
+        return Carry(self.model.new_cache(rows) if self.has_cache() else None, states)
 
     def losses(self, batch: Batch, carry: Any) -> Tensor:
         """The negative log likelihood of the targets."""
         inputs = self.inputs(batch, carry)
-        if carry is not None:
-            inputs |= {"past_key_values": carry, "use_cache": True}
+        if carry is not None and carry.cache is not None:
+            inputs |= {"past_key_values": carry.cache, "use_cache": True}
         elif "use_cache" in self.accepts:
             inputs["use_cache"] = False
+        if self.memory is not None:
+            inputs |= {"streams": batch.get("streams"), "memory_state": carry.states if carry is not None else None}
         starts = batch["document_starts"]
         if self.needs_help and starts[:, 1:].any():
             with documents_apart(self.model, starts):
@@ -142,7 +173,7 @@ class Masked(Objective):
         return token_losses(self.model, batch["targets"], **self.inputs(batch))[0]
 
 
-def make_objective(name: str, model: Any, tokenizer: Any, seed: int) -> Objective:
+def make_objective(name: str, model: Any, tokenizer: Any, seed: int, label_smoothing: float = 0.0) -> Objective:
     """The objective called `name`, which must suit the model; "auto" is what the model was made for."""
     kind = model_kind(model)
     objective: type[Objective] = OBJECTIVES.load(_USUAL[kind] if name == "auto" else name)
@@ -152,22 +183,23 @@ def make_objective(name: str, model: Any, tokenizer: Any, seed: int) -> Objectiv
             f"use {_USUAL[kind]!r} or 'auto'"
         )
     check_vocabulary(model, tokenizer)
-    return objective(model, tokenizer, seed)
+    if label_smoothing and kind != "seq2seq":
+        raise UsageError(f"label_smoothing = {label_smoothing}: only sequence-to-sequence models are trained with it")
+    smoothing = {"label_smoothing": label_smoothing} if label_smoothing else {}
+    return objective(model, tokenizer, seed, **smoothing)
 
 
 def model_kind(model: Any) -> str:
-    """ "causal" or "masked", by the model's head; UsageError if it has none that we can train."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UsageError(
-            f"{type(model).__name__} is a sequence-to-sequence model, which mnemic does not train yet: "
-            "give a causal or a masked language model"
-        )
+    """ "causal", "masked" or "seq2seq", by the model's head; UsageError if it has none that we can train."""
+    if getattr(model.config, "is_encoder_decoder", False) and model.can_generate():
+        return "seq2seq"
     if any(kind.__name__.endswith("ForMaskedLM") for kind in type(model).__mro__):
         return "masked"
     if model.can_generate():
         return "causal"
     raise UsageError(
-        f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM or AutoModelForMaskedLM"
+        f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM, AutoModelForMaskedLM "
+        "or AutoModelForSeq2SeqLM"
     )
 
 

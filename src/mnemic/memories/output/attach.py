@@ -1,0 +1,341 @@
+"""The output memory listens to the keys of a model's contexts and takes part in its softmax."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mnemic.errors import UnsupportedModel, UsageError
+from mnemic.hf.anatomy import Places
+from mnemic.hf.entrance import Entrance, starts_being_read
+from mnemic.hf.keys import OUTPUT, Ear, by_token
+from mnemic.hf.losses import IGNORED
+from mnemic.memories.base import Handle, Masses, Reading
+from mnemic.memories.output import layer
+from mnemic.memories.output.config import OutputMemory
+from mnemic.memories.output.layer import NOTHING, Mass, Own
+from mnemic.memories.output.state import LongTerm, Riding
+
+
+class SearchedStore(Protocol):
+    """What the memory asks of a store: mnemic.stores.Store is one."""
+
+    config: Any
+
+    def search(self, queries: Any, k: int, where: Any = None) -> Any:
+        """The k nearest rows of each query: ids, scores, values and mask, (queries, k) each."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that are read at once: their keys (B, T, d), the token after each (NOTHING if unknown), and documents."""
+
+    keys: Tensor
+    values: Tensor
+    documents: Tensor
+
+
+class Attached(Handle):
+    """An output memory in one model."""
+
+    config: OutputMemory
+    changes_keys = False
+
+    def __init__(self, config: OutputMemory, places: Places) -> None:
+        super().__init__(config)
+        self._key_ear = Ear.at_key(places, config.key)
+        self._head_ear = Ear.at_key(places, OUTPUT)
+        self._head_part = (places.head,)  # in a tuple, or torch would make it a part of the memory
+        self._decoder_ear = Ear.at_decoder(places.decoder) if places.decoder is not None else None
+        self._on, self._plain = True, False
+        self._store: SearchedStore | None = None
+
+    @classmethod
+    def attach(cls, config: OutputMemory, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
+        if places.anatomy.kind == "masked" or places.head is None:
+            raise UnsupportedModel(
+                "an output memory stores contexts with the tokens that followed them, and this model predicts none: "
+                "use a causal or a sequence-to-sequence model with its head"
+            )
+        return cls(config, places)
+
+    @property
+    def connected(self) -> bool:
+        return self._store is not None
+
+    def connect(self, store: SearchedStore) -> None:
+        """Gives the memory the store that its config names."""
+        wanted = "ip" if self.config.similarity == "dot" else "l2"
+        if store.config.metric != wanted:
+            other = "distance" if wanted == "ip" else "dot"
+            raise UsageError(
+                f"the store compares by {store.config.metric!r} and OutputMemory by {self.config.similarity!r}: set "
+                f"similarity = {other!r}, or build a store with metric = {wanted!r}"
+            )
+        self._store = store
+
+    def switch(self, on: bool) -> None:
+        self._on = on
+
+    def detach(self) -> None:
+        self.switch(False)
+        for ear in (self._key_ear, self._head_ear, self._decoder_ear):
+            if ear is not None:
+                ear.close()
+
+    def begin_step(self, step: int, steps: int) -> None:
+        self._plain = step <= self.config.plain_start * steps
+
+    def new_state(self, rows: int) -> LongTerm | None:
+        return LongTerm(self.config.long, rows) if self.config.long else None
+
+    # The losses of given targets
+
+    def token_losses(self, masses: Masses, reading: Reading) -> tuple[Tensor, Any]:
+        if not self._on or (self.training and (self._plain or self.config.training == "none")):
+            losses, _, outputs = masses(**reading.inputs)
+            return losses, outputs
+        with self._key_ear.listening() as heard:
+            losses, normalisers, outputs = masses(**reading.inputs)
+        piece = self._piece(by_token(heard[-1], *reading.targets.shape), reading)
+        if self.training:
+            losses = layer.joint_loss(losses, normalisers, self._mass_in_training(piece, reading))
+        else:
+            losses = self._tested(losses, normalisers, piece, reading)
+        return losses.masked_fill(reading.targets == IGNORED, 0), outputs
+
+    def _piece(self, keys: Tensor, reading: Reading) -> Piece:
+        """The tokens of a batch: what follows each is its target, or the next token of the same document."""
+        targets, starts = reading.targets, reading.document_starts
+        starts = torch.zeros_like(targets, dtype=torch.bool) if starts is None else starts.bool()
+        values = targets
+        if self._decoder_ear is None and (ids := reading.inputs.get("input_ids")) is not None:
+            mask = reading.inputs.get("attention_mask")
+            values = torch.where(targets == IGNORED, _following(ids, mask, starts), targets)
+        return Piece(keys, values.masked_fill(values == IGNORED, NOTHING), starts.long().cumsum(1))
+
+    def _mass_in_training(self, piece: Piece, reading: Reading) -> Mass:
+        config, targets, (rows, length) = self.config, reading.targets, reading.targets.shape
+        keys, values, documents = piece.keys, piece.values, piece.documents
+        if config.training == "batch":
+            row = torch.arange(rows, device=targets.device)[:, None].expand(rows, length)
+            local = (torch.rand(rows, 1, device=targets.device) >= config.local_dropout).expand(rows, length)
+            sight = Own(*(t.reshape(1, -1) for t in (documents + row * (length + 1), row, local)))
+        else:
+            together = 1
+            if config.training == "consecutive" and reading.streams is not None:
+                together = _rows_together(reading.streams)
+                last = documents[:, -1].view(-1, together).cumsum(1) - documents[:, -1].view(-1, together)
+                documents = documents + last.reshape(-1, 1)
+            sight = Own(documents.reshape(rows // together, -1))
+        shape = sight.documents.shape
+        queries, keys = layer.comparable(keys, keys if config.memory_gradient else keys.detach(), config.similarity)
+        queries, keys = (t.reshape(*shape, -1) for t in (queries, keys))
+        found = layer.mass(queries, keys, targets.reshape(shape), values.reshape(shape), sight)
+        return Mass(found.all.view(rows, length), found.target.view(rows, length))
+
+    def _tested(self, losses: Tensor, normalisers: Tensor, piece: Piece, reading: Reading) -> Tensor:
+        """The losses with the memories of testing: local, long-term and external."""
+        config, state = self.config, (reading.state or {}).get("output")
+        keys, targets, documents = _precise(piece.keys), reading.targets, piece.documents
+        overlap = _leading(targets == IGNORED)
+        if state is not None:
+            documents = documents + state.document[:, None]
+        scored = targets != IGNORED
+        found = self._search(keys[scored])
+
+        def recent(temperature: float) -> Mass | None:
+            parts = []
+            if config.local:
+                queries, own = layer.comparable(keys, keys, config.similarity)
+                parts.append(layer.mass(queries / temperature, own, targets, piece.values, Own(documents)))
+            if state is not None:
+                parts.append(state.mass(keys, targets, documents, overlap, config.similarity, temperature))
+            return sum(parts[1:], parts[0]) if parts else None
+
+        def external(temperature: float) -> Mass | None:
+            if found is None:
+                return None
+            scores, values, mask = found
+            part = layer.mass_of_found(scores / temperature, targets[scored], values, mask)
+            whole = [torch.full_like(losses, -torch.inf).masked_scatter(scored, t) for t in (part.all, part.target)]
+            return Mass(*whole)
+
+        losses = self._combined(losses, normalisers, recent, external)
+        if state is not None:
+            state.append(keys, piece.values, documents, _new(reading, overlap))
+        return losses
+
+    def _combined(
+        self,
+        losses: Tensor,
+        normalisers: Tensor,
+        recent: Callable[[float], Mass | None],
+        external: Callable[[float], Mass | None],
+    ) -> Tensor:
+        config = self.config
+        if config.joint and (memory := _sum(recent(config.temperature), external(config.temperature))) is not None:
+            losses = layer.joint_loss(losses, normalisers, memory)
+        if config.weight:
+            parts = recent(config.mix_temperature), external(config.mix_temperature)
+            if config.recent_weight is not None and None not in parts:
+                memory = layer.blended(*parts, config.recent_weight)  # type: ignore[arg-type]
+            else:
+                memory = _sum(*parts)
+            if memory is not None:
+                losses = layer.mixed_loss(losses, memory, config.weight)
+        return losses
+
+    def _search(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Similarities, values and mask (N, K) of the rows of the store that are nearest to keys (N, d)."""
+        config = self.config
+        if self._store is None:
+            return None
+        found = self._store.search(keys.detach().float().cpu().numpy(), config.k, config.namespaces or None)
+        scores, values, mask = (torch.from_numpy(t) for t in (found.scores, found.values, found.mask))
+        if config.similarity == "dot":
+            scores = scores / keys.shape[-1] ** 0.5
+        return scores.to(keys), values.to(keys.device), mask.to(keys.device)
+
+    # The logits of a forward
+
+    def outputs(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        if not self._on:
+            return forward(**inputs)
+        inputs = dict(inputs)
+        labels, tuples = inputs.get("labels"), inputs.pop("return_dict", None) is False
+        if self._decoder_ear is None:  # an encoder-decoder makes its inputs of them
+            inputs.pop("labels", None)
+        with self._key_ear.listening() as keys, self._head_ear.listening() as hidden, self._reading(inputs) as tokens:
+            result = forward(**inputs)
+        if not tokens:
+            raise UsageError("an output memory stores tokens, which embeddings do not tell: give the model input_ids")
+        shape = tokens[-1].shape
+        normalisers = self._normalisers(result.logits, by_token(hidden[-1], *shape))
+        piece = by_token(keys[-1], *shape)
+        result.logits = self._with_memory(result.logits, normalisers, piece, tokens[-1], inputs, result)
+        if labels is not None:
+            result.loss = _mean_loss(result.logits, labels, self._decoder_ear is None, inputs.get("num_items_in_batch"))
+        return result.to_tuple() if tuples else result
+
+    @contextlib.contextmanager
+    def _reading(self, inputs: dict[str, Any]) -> Iterator[list[Tensor]]:
+        """The tokens of which each next one is predicted, once the model has read them."""
+        if self._decoder_ear is None:
+            yield [inputs["input_ids"]] if inputs.get("input_ids") is not None else []
+        else:
+            with self._decoder_ear.listening() as heard:
+                yield heard
+
+    def _normalisers(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        """The logarithm of the softmax's normaliser, (B, T); that of its head if the softmax is adaptive."""
+        (head,) = self._head_part
+        if hasattr(head, "normalisers"):
+            return head.normalisers(hidden[:, -logits.shape[1] :])  # type: ignore
+        return _precise(logits).logsumexp(-1)
+
+    def _with_memory(
+        self, logits: Tensor, normalisers: Tensor, keys: Tensor, tokens: Tensor, inputs: dict[str, Any], result: Any
+    ) -> Tensor:
+        """The logits of the last tokens, changed by what the memory holds; where it is empty, as they were."""
+        config, kept, starts = self.config, logits.shape[1], starts_being_read()
+        mask = inputs.get("attention_mask" if self._decoder_ear is None else "decoder_attention_mask")
+        starts = torch.zeros_like(tokens, dtype=torch.bool) if starts is None else starts.bool()
+        piece = Piece(keys, _following(tokens, mask, starts, last=0), starts.long().cumsum(1))
+        pairs, documents = self._with_past(piece, tokens, inputs.get("past_key_values"), result)
+        scores, found = self._scores(keys[:, -kept:], documents[:, -kept:], pairs)
+        if not scores.shape[-1]:
+            return logits
+        plain = _precise(logits).log_softmax(-1)
+        size = logits.shape[-1]
+        final = plain.exp()
+        if config.joint:
+            final = layer.joint_distribution(plain, normalisers, layer.spread(scores / config.temperature, found, size))
+        if config.weight:
+            own, total = layer.spread(scores / config.mix_temperature, found, size)
+            final = final + config.weight * (total > -torch.inf).unsqueeze(-1) * (own - final)
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        return torch.where(empty, logits, (final.log() + normalisers.unsqueeze(-1)).to(logits.dtype))
+
+    def _with_past(self, piece: Piece, tokens: Tensor, cache: Any, result: Any) -> tuple[Piece, Tensor]:
+        """What was read before, from the KV cache, and the piece, which is added to it; the documents of the piece."""
+        pairs, documents, riding = piece, piece.documents, Riding.of(cache)
+        if riding is not None and riding.get_seq_length():
+            past = riding.past(tokens[:, 0])
+            documents = documents + past[2][:, -1:]
+            new = (piece.keys, piece.values, documents)
+            pairs = Piece(*(torch.cat([old, more], 1) for old, more in zip(past, new, strict=True)))
+        if (riding := Riding.join(result.get("past_key_values"))) is not None:
+            riding.keep(piece.keys, piece.values, documents)
+        return pairs, documents
+
+    def _scores(self, queries: Tensor, documents: Tensor, pairs: Piece) -> tuple[Tensor, Tensor]:
+        """Similarities (B, T, M), -inf where a pair is not seen, and values, of local and external memory."""
+        config, kept, parts, values = self.config, queries.shape[1], [], []
+        queries = _precise(queries)
+        if config.local:
+            asked, keys = layer.comparable(queries, _precise(pairs.keys), config.similarity)
+            count = pairs.keys.shape[1]
+            place = torch.arange(count, device=queries.device)
+            seen = (place < place[-kept:, None]) & (documents[:, :, None] == pairs.documents[:, None])
+            seen &= (pairs.values != NOTHING)[:, None]
+            parts.append((asked @ keys.transpose(1, 2)).masked_fill(~seen, -torch.inf))
+            values.append(pairs.values[:, None].expand(-1, kept, -1))
+        if (found := self._search(queries.flatten(0, 1))) is not None:
+            scores, tokens, mask = (t.view(*queries.shape[:2], -1) for t in found)
+            parts.append(scores.masked_fill(~mask, -torch.inf))
+            values.append(tokens)
+        if not parts:
+            return queries[..., :0], documents[..., None][..., :0]
+        return torch.cat(parts, -1), torch.cat(values, -1)
+
+
+def _following(ids: Tensor, mask: Tensor | None, starts: Tensor, last: int = NOTHING) -> Tensor:
+    """The token after each, (B, T); NOTHING after padding and at a document's end. After the last one comes `last`."""
+    values = F.pad(ids[:, 1:], (0, 1), value=last)
+    ends = F.pad(starts[:, 1:], (0, 1), value=False)
+    if mask is not None and mask.ndim == 2:
+        real = mask[:, -ids.shape[1] :].bool()
+        ends = ends | ~real | ~F.pad(real[:, 1:], (0, 1), value=True)
+    return values.masked_fill(ends, NOTHING)
+
+
+def _leading(marks: Tensor) -> Tensor:
+    """How many of the first marks of each row are true, (B,)."""
+    return marks.long().cumprod(1).sum(1)
+
+
+def _new(reading: Reading, overlap: Tensor) -> Tensor:
+    """Which tokens were not read before, as context of another window, and are no padding: (B, T)."""
+    places = torch.arange(reading.targets.shape[1], device=overlap.device)
+    new = places >= overlap[:, None]
+    mask = reading.inputs.get("attention_mask")
+    return new if mask is None else new & mask.bool()
+
+
+def _rows_together(streams: Tensor) -> int:
+    """How many rows belong to each stream: the same number for each, one after the other."""
+    together = int((streams == streams[0]).sum())
+    if len(streams) % together or not (streams.view(-1, together) == streams.view(-1, together)[:, :1]).all():
+        raise UsageError("a batch of consecutive segments has the same number of rows of each text, in order")
+    return together
+
+
+def _sum(one: Mass | None, other: Mass | None) -> Mass | None:
+    return one + other if one is not None and other is not None else one or other
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _mean_loss(logits: Tensor, labels: Tensor, shift: bool, items: Any) -> Tensor:
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift else labels
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return losses / (items if items is not None else (targets != IGNORED).sum())

@@ -1,0 +1,211 @@
+"""The mathematics of the output memory, in plain torch (TRIME, arXiv 2205.12674, sections 3 and 4, appendix A).
+
+A memory is a set of pairs (g_j, x_j): the key of a context and the token that followed it. It takes part in the softmax
+over the vocabulary (Eq. 5, and Eq. 6 with a temperature):
+
+    P(w | c) ~ exp(E_w f(c)) + sum_{j: x_j = w} exp(sim(g(c), g_j) / tau)
+
+and, as in kNN-LM and the continuous cache, may be mixed with it as a distribution of its own (Eq. 8, 9):
+
+    P'(w | c) ~ sum_{j: x_j = w} exp(sim(g(c), g_j) / tau')          P_final = (1 - lambda) P + lambda P'
+
+For the probability of one token, two sums over the memory are enough, that of all its pairs and that of the pairs with
+this token. They are kept as logarithms, a `Mass`; the masses of several memories add up. No array of the size of the
+vocabulary is formed, and of the similarities only a block at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+BLOCK = 1 << 22  # similarities that are formed at a time
+NOTHING = -100  # a value that is no token: of padding, of a document's end, or not known yet
+
+
+@dataclass(frozen=True)
+class Mass:
+    """For each query, the logarithm of the memory's mass: of all pairs, and of those whose token is the target."""
+
+    all: Tensor
+    target: Tensor
+
+    def __add__(self, other: Mass) -> Mass:
+        return Mass(torch.logaddexp(self.all, other.all), torch.logaddexp(self.target, other.target))
+
+
+def comparable(queries: Tensor, keys: Tensor, similarity: str) -> tuple[Tensor, Tensor]:
+    """Vectors whose inner product is the similarity: q k / sqrt(d) for "dot", -|q - k|^2 for "distance"."""
+    if similarity == "dot":
+        return queries / math.sqrt(queries.shape[-1]), keys
+    ones, squares = torch.ones_like(queries[..., :1]), queries.square().sum(-1, keepdim=True)
+    queries = torch.cat([2 * queries, -squares, ones], -1)
+    ones, squares = torch.ones_like(keys[..., :1]), keys.square().sum(-1, keepdim=True)
+    return queries, torch.cat([keys, ones, -squares], -1)
+
+
+# Which pairs a context sees
+
+
+@dataclass(frozen=True)
+class Own:
+    """Contexts and pairs are the same N tokens of each row: a context sees what came before it in its document.
+
+    documents: (R, N), equal numbers are one document. segments: (R, N) or None; with them, a context also sees all
+    tokens of other segments, and those of its own only where `local` (R, N) is true.
+    """
+
+    documents: Tensor
+    segments: Tensor | None = None
+    local: Tensor | None = None
+
+    def end(self, last: int, pairs: int) -> int:
+        """How many of the first pairs the contexts up to `last` can see at most."""
+        return pairs if self.segments is not None else min(last, pairs)
+
+    def visible(self, start: int, last: int, end: int) -> Tensor:
+        """(R, contexts, pairs) of the contexts from `start` to `last` and the first `end` pairs."""
+        device = self.documents.device
+        before = torch.arange(end, device=device) < torch.arange(start, last, device=device)[:, None]
+        own = before & (self.documents[:, start:last, None] == self.documents[:, None, :end])
+        if self.segments is None:
+            return own
+        if self.local is not None:
+            own &= self.local[:, start:last, None]
+        return own | (self.segments[:, start:last, None] != self.segments[:, None, :end])
+
+
+@dataclass(frozen=True)
+class Past:
+    """Pairs that were read before: a context sees those of its own document. documents: (R, N); pairs: (R, M)."""
+
+    documents: Tensor
+    pairs: Tensor
+
+    def end(self, last: int, pairs: int) -> int:
+        """How many of the first pairs the contexts up to `last` can see at most."""
+        return pairs
+
+    def visible(self, start: int, last: int, end: int) -> Tensor:
+        """(R, contexts, pairs) of the contexts from `start` to `last` and the first `end` pairs."""
+        return self.documents[:, start:last, None] == self.pairs[:, None, :end]
+
+
+def mass(queries: Tensor, keys: Tensor, targets: Tensor, values: Tensor, sight: Own | Past) -> Mass:
+    """The mass of pairs (R, M) for contexts (R, N) with these targets; `comparable` has prepared queries and keys.
+
+    Pairs with value NOTHING do not count. The backward pass forms the similarities again, block by block.
+    """
+    precise = torch.promote_types(queries.dtype, torch.float32)
+    return Mass(*_Mass.apply(queries.to(precise), keys.to(precise), targets, values, sight))
+
+
+class _Mass(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, targets: Tensor, values: Tensor, sight: Own | Past
+    ) -> tuple[Tensor, Tensor]:
+        everything, matching = (torch.full_like(targets, -torch.inf, dtype=queries.dtype) for _ in range(2))
+        for start, last, scores, match in _blocks(queries, keys, targets, values, sight):
+            highest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+            weights = scores.sub_(highest).exp_()
+            everything[:, start:last] = weights.sum(-1).log_().add_(highest.squeeze(-1))
+            matching[:, start:last] = weights.mul_(match).sum(-1).log_().add_(highest.squeeze(-1))
+        ctx.save_for_backward(queries, keys, targets, values, everything, matching)
+        ctx.sight = sight
+        return everything, matching
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, targets, values, everything, matching = ctx.saved_tensors
+        to_queries, to_keys = torch.zeros_like(queries), torch.zeros_like(keys)
+        everything, matching = (total.masked_fill(total == -torch.inf, torch.inf) for total in (everything, matching))
+        for start, last, scores, match in _blocks(queries, keys, targets, values, ctx.sight):
+            rows = slice(start, last)
+            of_target = (scores - matching[:, rows, None]).exp_().mul_(match).mul_(gradients[1][:, rows, None])
+            weights = scores.sub_(everything[:, rows, None]).exp_().mul_(gradients[0][:, rows, None]).add_(of_target)
+            end = weights.shape[-1]
+            to_queries[:, rows] = weights @ keys[:, :end]
+            if ctx.needs_input_grad[1]:
+                to_keys[:, :end] += weights.transpose(1, 2) @ queries[:, rows]
+        return to_queries, to_keys, None, None, None
+
+
+def _blocks(queries: Tensor, keys: Tensor, targets: Tensor, values: Tensor, sight: Own | Past) -> Any:
+    """The scores (R, contexts, pairs), -inf where a pair is not seen, and which pairs have the target, by block."""
+    rows, contexts = targets.shape
+    pairs = values.shape[1]
+    if not pairs:
+        return
+    step = max(1, BLOCK // (rows * pairs))
+    for start in range(0, contexts, step):
+        last = min(start + step, contexts)
+        end = sight.end(last, pairs)
+        scores = queries[:, start:last] @ keys[:, :end].transpose(1, 2)
+        hidden = ~sight.visible(start, last, end) | (values[:, None, :end] == NOTHING)
+        match = targets[:, start:last, None] == values[:, None, :end]
+        yield start, last, scores.masked_fill_(hidden, -torch.inf), match
+
+
+def mass_of_found(scores: Tensor, targets: Tensor, values: Tensor, mask: Tensor) -> Mass:
+    """The mass of pairs (..., K) that were found for each context by itself, where `mask` is true."""
+    scores = scores.masked_fill(~mask, -torch.inf)
+    return Mass(scores.logsumexp(-1), scores.masked_fill(values != targets.unsqueeze(-1), -torch.inf).logsumexp(-1))
+
+
+# The probability of the target
+
+
+def joint_loss(losses: Tensor, normalisers: Tensor, memory: Mass) -> Tensor:
+    """-log P of Eq. 5 and 6, from the model's own losses -log softmax(target) and the logarithms of its normalisers.
+
+    With an adaptive softmax the normaliser is that of its head: words of the tail keep their cluster's mass.
+    """
+    own = normalisers - losses  # the logarithm of the target's own mass
+    return losses + F.softplus(memory.all - normalisers, threshold=50) - F.softplus(memory.target - own, threshold=50)
+
+
+def mixed_loss(losses: Tensor, memory: Mass, weight: float) -> Tensor:
+    """-log((1 - lambda) P + lambda P') of Eq. 9; where the memory is empty, P alone."""
+    mixed = -torch.logaddexp(math.log1p(-weight) - losses, math.log(weight) + memory.target - memory.all)
+    return torch.where(memory.all == -torch.inf, losses, mixed)
+
+
+# All probabilities
+
+
+def spread(scores: Tensor, values: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The memory's own distribution over the vocabulary (..., V) and the logarithm of its mass (...).
+
+    scores: (..., M), -inf where a pair is not seen; values: (..., M).
+    """
+    total = scores.logsumexp(-1)
+    weights = (scores - total.masked_fill(total == -torch.inf, 0).unsqueeze(-1)).exp()
+    shape = (*scores.shape[:-1], vocabulary)
+    return weights.new_zeros(shape).scatter_add(-1, values.clamp(min=0).expand_as(scores), weights), total
+
+
+def joint_distribution(log_probabilities: Tensor, normalisers: Tensor, memory: tuple[Tensor, Tensor]) -> Tensor:
+    """P of Eq. 6 over the vocabulary, from the model's own log-probabilities and normalisers and a `spread` memory."""
+    distribution, total = memory
+    share = torch.sigmoid(total - normalisers).unsqueeze(-1)  # of the memory in the joint normaliser
+    return (1 - share) * log_probabilities.exp() + share * distribution
+
+
+def blended(recent: Mass, external: Mass, share: float) -> Mass:
+    """Two distributions of their own as one, the first with this share; where one is empty, the other alone."""
+    there = [part.all > -torch.inf for part in (recent, external)]
+    shares = torch.where(there[1], torch.where(there[0], share, 0.0), 1.0)
+    parts = [
+        torch.where(one, part.target - part.all.masked_fill(~one, 0), -torch.inf)
+        for part, one in zip((recent, external), there, strict=True)
+    ]
+    target = torch.logaddexp(parts[0] + shares.log(), parts[1] + (1 - shares).log())
+    return Mass(torch.where(there[0] | there[1], 0.0, -torch.inf), target)

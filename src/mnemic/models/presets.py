@@ -1,0 +1,79 @@
+"""Backbones by name: the sizes of the TRIME paper (arXiv 2205.12674, Table 9), and small ones for two cores.
+
+What the sizes come to, and where they differ from the paper's figure:
+
+    trime-247m   245.9M  fairseq also multiplies the first band's vectors with a square matrix (1024 x 1024)
+    trime-150m   148.5M  all bands as wide as the model, as in Transformer-XL, or it would be 56M; the paper rounds
+    trime-7m       7.1M
+    trime-38m     38.0M
+    trime-39m     39.5M  one table for source and target, as large as the two of fairseq's IWSLT'14 (8,848 + 6,632)
+    trime-sru-42m 42.1M  the paper says 42M only: 10 layers and d / d' = 4 are those of the published SRU++ of enwik8
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mnemic.errors import unknown_name
+from mnemic.models.config import BackboneConfig, MnemicDecoderConfig, MnemicEncoderDecoderConfig
+from mnemic.models.sru_config import MnemicSRUConfig
+
+_FAIRSEQ: dict[str, Any] = {"position": "sinusoidal", "activation": "relu"}
+_WIKITEXT_103 = _FAIRSEQ | {"vocab_size": 267_744, "adaptive_cutoffs": [20_000, 60_000]}
+
+PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
+    "trime-247m": (
+        MnemicDecoderConfig,
+        _WIKITEXT_103
+        | {"num_hidden_layers": 16, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8},
+    ),
+    "trime-150m": (
+        MnemicDecoderConfig,
+        _WIKITEXT_103
+        | {"num_hidden_layers": 16, "hidden_size": 410, "intermediate_size": 2100, "num_attention_heads": 10}
+        | {"adaptive_factor": 1},
+    ),
+    "trime-7m": (
+        MnemicDecoderConfig,
+        _WIKITEXT_103
+        | {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4},
+    ),
+    "trime-38m": (
+        MnemicDecoderConfig,
+        _FAIRSEQ
+        | {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+        | {"vocab_size": 256},
+    ),
+    "trime-39m": (
+        MnemicEncoderDecoderConfig,
+        {"encoder_layers": 6, "decoder_layers": 6, "hidden_size": 512, "intermediate_size": 1024}
+        | {"num_attention_heads": 4, "vocab_size": 15_480},
+    ),
+    "trime-sru-42m": (
+        MnemicSRUConfig,
+        {"num_hidden_layers": 10, "hidden_size": 1920, "attention_size": 480, "vocab_size": 256, "xl_length": 512},
+    ),
+    "small": (
+        MnemicDecoderConfig,
+        _FAIRSEQ | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4},
+    ),
+    "small-adaptive": (
+        MnemicDecoderConfig,
+        _FAIRSEQ
+        | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+        | {"vocab_size": 33_278, "adaptive_cutoffs": [4_000, 12_000]},
+    ),
+    "small-translation": (
+        MnemicEncoderDecoderConfig,
+        {"encoder_layers": 2, "decoder_layers": 2, "hidden_size": 128, "intermediate_size": 256},
+    ),
+    "small-sru": (MnemicSRUConfig, {"num_hidden_layers": 4, "hidden_size": 256, "attention_size": 64}),
+}
+
+
+def preset(name: str, **changes: Any) -> BackboneConfig:
+    """The config of the preset `name`, with some settings changed."""
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    kind, settings = PRESETS[name]
+    return kind(**{**settings, **changes})
