@@ -27,12 +27,15 @@ from mnemic.hf.losses import masses_of_logits
 from mnemic.hf.positions import separates_documents
 from mnemic.memories.base import Handle, Masses, Reading
 from mnemic.memories.config import MemoryConfig
-from mnemic.stores import open_store
+from mnemic.registry import Registry
 
 if TYPE_CHECKING:
     _Base = PreTrainedModel
 else:
     _Base = object
+
+
+OPENERS = Registry("thing to open", {"store": "mnemic.stores:open_store"})  # by name: stores come after memories
 
 
 def augment(model: Any, *memories: MemoryConfig, anatomy: Anatomy | None = None) -> Any:
@@ -119,7 +122,8 @@ class Memory(nn.Module):
         for handle in self.handles.values():
             if (address := getattr(handle.config, "external", None)) is not None and not handle.connected:
                 given = handle.config.store  # type: ignore[attr-defined]
-                handle.connect(open_store(address, model=self._owner[0]) if given is None else given)
+                opened = OPENERS.load("store")(address, model=self._owner[0]) if given is None else given
+                handle.connect(opened)
 
     def outputs(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The model's forward with what each memory makes of its outputs."""

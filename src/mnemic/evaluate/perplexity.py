@@ -20,6 +20,7 @@ import torch
 
 from mnemic.data import SlidingWindows, TokenizedCorpus
 from mnemic.data.pair_batches import PairBatches
+from mnemic.data.windows import Window
 from mnemic.errors import MnemicError, UsageError
 from mnemic.evaluate.config import EvaluateConfig
 from mnemic.evaluate.evaluation import PairedText, Text
@@ -103,16 +104,21 @@ def total_loss(objective: Objective, batches: Iterator[tuple[Batch, Any]], targe
 
 
 def carried_windows(
-    tokens: TokenizedCorpus, window: int, stride: int, rows: int, objective: Objective
+    tokens: TokenizedCorpus, window: int, stride: int, rows: int, objective: NextToken
 ) -> Iterator[tuple[Batch, Any]]:
     """Batches in which each row reads a document window by window, with the carry to read it with.
 
     A row whose document has ended goes on with the next one at its next window; when none is left it is dropped.
     """
     windows = SlidingWindows(tokens, window, stride, rows)
+
+    def of_document(document: int) -> Iterator[Window]:
+        for _, start, first, end in windows.of_document(document):
+            yield document, first if objective.has_cache() else start, first, end  # a cache holds the context
+
     # The longest first: the rows end at about the same time
     waiting = iter(sorted((d for d in range(len(tokens)) if tokens.length(d) > 1), key=tokens.length, reverse=True))
-    reading = [windows.of_document(document) for document in islice(waiting, rows)]
+    reading = [of_document(document) for document in islice(waiting, rows)]
     carry = objective.new_carry(len(reading))
     places = [next(row) for row in reading]
     while places:
@@ -123,7 +129,7 @@ def carried_windows(
         for number, row in enumerate(reading):
             place = next(row, None)
             if place is None and (document := next(waiting, None)) is not None:
-                reading[number] = windows.of_document(document)
+                reading[number] = of_document(document)
                 place = next(reading[number])
             following.append(place)
         kept = [row for row, place in enumerate(following) if place is not None]

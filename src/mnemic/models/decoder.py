@@ -161,8 +161,16 @@ class MnemicDecoderModel(MnemicDecoderPreTrainedModel):
         if attention_mask is not None and attention_mask.ndim == 4:
             return attention_mask
         if isinstance(past, Segment) or starts is not None:
-            return self._registered_mask(layout.visible(), embeds.dtype)
+            return self._registered_mask(self._visible(layout), embeds.dtype)
         return create_causal_mask(self.config, embeds, attention_mask, past, position_ids)  # type: ignore[return-value]
+
+    def _visible(self, layout: Layout) -> Tensor | None:
+        """Which token sees which, (B or 1, T, K); None where the attention function sees to causality by itself."""
+        visible = layout.visible()
+        if visible is None and self.config._attn_implementation == "eager":
+            length = layout.positions.shape[1]
+            visible = torch.ones(1, length, length, dtype=torch.bool, device=layout.positions.device).tril()
+        return visible
 
     def _registered_mask(self, visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """The mask (B or 1, 1, T, K) that transformers' mask function makes of who sees whom.

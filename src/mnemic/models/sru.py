@@ -32,7 +32,6 @@ from transformers.utils.output_capturing import capture_outputs
 from mnemic.errors import UsageError
 from mnemic.models.attention import eager_attention
 from mnemic.models.decoder import MnemicDecoderForCausalLM, MnemicDecoderModel, MnemicDecoderPreTrainedModel
-from mnemic.models.layout import Layout
 from mnemic.models.recurrence import recur, states_before
 from mnemic.models.sru_cache import SRUCache, SRUSegment
 from mnemic.models.sru_config import MnemicSRUConfig
@@ -226,14 +225,6 @@ class MnemicSRUModel(MnemicDecoderModel):
             return _begin(cache, embeds, attention_mask, document_starts)
         finally:
             cache.prefix = 0
-
-    def _visible(self, layout: Layout) -> Tensor | None:
-        """Which token sees which, (B or 1, T, K); None where the attention function sees to causality by itself."""
-        visible = layout.visible()
-        if visible is None and self.config._attn_implementation == "eager":
-            length = layout.positions.shape[1]
-            visible = torch.ones(1, length, length, dtype=torch.bool, device=layout.positions.device).tril()
-        return visible
 
     def new_cache(self, batch_size: int) -> SRUCache:
         """An empty cache of states and of `xl_length` tokens for a batch of that many rows."""

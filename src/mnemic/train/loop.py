@@ -202,7 +202,12 @@ class Loop:
         if config.batching == "consecutive":
             return ConsecutiveSegments(tokens, self.rows, config.segment_length, config.consecutive, **options)
         options |= {"shuffled": config.batching == "shuffled", "folder": self.out / "neighbours"}
-        return SimilarSegments(tokens, self.rows, config.segment_length, **options)
+        if not processes.is_main:
+            processes.collect(None)  # the main one searches, and the others read what it found
+        stream = SimilarSegments(tokens, self.rows, config.segment_length, **options)
+        if processes.is_main:
+            processes.collect(None)
+        return stream
 
     def prepare(self, batch: Batch, step: int) -> Batch:
         """The batch as the objective reads it."""

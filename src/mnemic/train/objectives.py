@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mnemic.augment import AugmentedModel
 from mnemic.data import DocumentStreams, TokenizedCorpus, tokenize_corpus
 from mnemic.errors import UsageError
 from mnemic.hf.entrance import can_separate_documents, documents_apart
@@ -31,7 +32,7 @@ class Objective(ABC):
     stream: ClassVar[type] = DocumentStreams  # what makes batches of the tokens
 
     def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
-        self.model, self.memory = model, getattr(model, "memory", None)
+        self.model, self.memory = model, model.memory if isinstance(model, AugmentedModel) else None
         self.tokenizer = tokenizer
         self.seed = seed
         self.accepts = frozenset(inspect.signature(model.forward).parameters)

@@ -108,8 +108,9 @@ def test_similar_segments_are_the_best_by_bm25(segments, k):
 
 
 def test_of_equally_similar_segments_the_first_come_first():
-    segments = [[1, 2]] * 50 + [[3, 4]] * 60
-    assert find_similar(segments, 5, 20)[7].tolist() == [number for number in range(21) if number != 7]
+    segments = [[1, 2], [3, 4], [1, 5], [3, 4], [3, 4], [3, 4]] * 20
+    best, good = range(0, 120, 6), range(2, 120, 6)
+    assert find_similar(segments, 6, 30)[12].tolist() == [*(number for number in best if number != 12), *good[:11]]
 
 
 # Batches

@@ -72,7 +72,9 @@ def test_losses_equal_torchs_and_never_form_the_vocabulary(monkeypatch: pytest.M
         return tail(self, hidden, band)
 
     monkeypatch.setattr(AdaptiveSoftmax, "_tail", counted)
-    found = model.lm_head.losses(hidden, targets)
+    found, normalisers = model.lm_head.losses(hidden, targets)
+    head = torch.cat([model.lm_head.tables[0], model.lm_head.clusters])
+    torch.testing.assert_close(normalisers, (hidden @ head.t()).logsumexp(-1), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found, -oracle(model.lm_head)(hidden, targets).output, rtol=1e-10, atol=1e-10)
     in_band = [int(((targets >= low) & (targets < high)).sum()) for low, high in ((20, 45), (45, 61))]
     assert computed == [(1, in_band[0]), (2, in_band[1])]

@@ -16,8 +16,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import mnemic
 from mnemic.cli import main
+from mnemic.data import Document, train_tokenizer
+from mnemic.data.documents import Corpus
 from mnemic.errors import UsageError
 from mnemic.models import MnemicSRUConfig, MnemicSRUForCausalLM, MnemicSRUModel
+from mnemic.train.config import TrainConfig
+from mnemic.train.loop import Loop
 from tests.unit.models.naive_sru import (
     CLOSE,
     LENGTH,
@@ -306,6 +310,43 @@ def test_trained_and_evaluated_from_the_command_line(tmp_path: Path, capsys: Any
     capsys.readouterr()
     assert main(["evaluate", str(out), corpus, "--window", "16", "--json"]) == 0, capsys.readouterr().err
     assert '"perplexity"' in capsys.readouterr().out
+
+
+def test_a_stopped_run_goes_on_exactly_and_any_batch_gives_the_same_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [Document(str(n), "a memory keeps what was read " * (n % 4 + 1)) for n in range(8)]
+    corpus, tokenizer = Corpus("tiny", {"train": lambda: texts, "valid": lambda: texts}), train_tokenizer([], "byte")
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "xl_length": 8, "attention_start": 0.5}
+
+    def trained(name: str) -> Any:
+        torch.manual_seed(0)
+        model = MnemicSRUForCausalLM(MnemicSRUConfig(vocab_size=len(tokenizer), **shape))
+        often = {"checkpoint_every": 2, "log_every": 1, "resume": True, "out": str(tmp_path / name)}
+        config = TrainConfig(steps=6, batch_size=2, segment_length=12, warmup=1, learning_rate=1e-2, **often)
+        return mnemic.train(model, tokenizer, corpus, config)
+
+    expected, step = trained("straight"), Loop.step
+
+    def stopping(self: Loop, batch: dict[str, Tensor]) -> None:
+        if self.progress.step == 3:
+            raise KeyboardInterrupt
+        step(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "step", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            trained("stopped")
+    got = trained("stopped")
+    assert got.losses == expected.losses
+    weights = "model/model.safetensors"
+    assert (got.out / weights).read_bytes() == (expected.out / weights).read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(got.out / "model")
+    figures = [
+        mnemic.evaluate(model, tokenizer, corpus, window=window, batch_size=rows, split="valid")["perplexity"]
+        for window, rows in ((12, 1), (12, 3), (12, 8))
+    ]
+    assert figures[1:] == pytest.approx(figures[:1] * 2, rel=1e-6)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mnemic.errors import UsageError
-from mnemic.models import EVERY, PADDING, MnemicDecoderForCausalLM, XLCache, visibility
+from mnemic.models import EVERY, PADDING, MnemicDecoderConfig, MnemicDecoderForCausalLM, XLCache, visibility
 from tests.unit.models.conftest import KINDS, tiny_decoder
 from tests.unit.models.naive_decoder import naive_logits
 
@@ -314,3 +314,27 @@ def test_wrong_use_is_refused() -> None:
     model(ids, past_key_values=cache)
     with pytest.raises(UsageError, match="knows no documents"):
         model(ids, past_key_values=cache, document_starts=torch.zeros(2, LENGTH, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("position", ["rotary", "sinusoidal", "t5", "xl"])
+def test_the_first_segment_does_not_see_the_future(position: str, implementation: str) -> None:
+    torch.manual_seed(0)
+    config = MnemicDecoderConfig(
+        vocab_size=61,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        xl_length=20,
+        position=position,
+        initializer_range=0.3,
+        attn_implementation=implementation,
+    )
+    model = MnemicDecoderForCausalLM(config).eval()
+    ids = torch.randint(2, 61, (1, 8))
+    changed = ids.clone()
+    changed[:, -1] = (ids[:, -1] + 1) % 61
+    with torch.no_grad():
+        before, after = (model(given, past_key_values=model.new_cache(1)).logits for given in (ids, changed))
+    torch.testing.assert_close(before[:, :-1], after[:, :-1])
+    assert (before[:, -1] - after[:, -1]).abs().max() > 1e-2

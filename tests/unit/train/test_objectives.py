@@ -17,8 +17,6 @@ from transformers import (
     LlamaForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import mnemic
@@ -176,9 +174,6 @@ def test_what_does_not_suit_the_model_is_refused(tokenizer: FakeTokenizer) -> No
         make_objective("next-token", bert(), tokenizer, 0)
     with pytest.raises(UsageError, match="'masked' is for masked models"):
         make_objective("masked", gpt2(), tokenizer, 0)
-    small = {"vocab_size": VOCABULARY, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
-    with pytest.raises(UsageError, match="sequence-to-sequence"):
-        make_objective("auto", T5ForConditionalGeneration(T5Config(**small)), tokenizer, 0)
     with pytest.raises(UsageError, match="no language-model head"):
         make_objective("auto", BertModel(bert().config), tokenizer, 0)
     with pytest.raises(UsageError, match="mask token"):

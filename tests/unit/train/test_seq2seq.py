@@ -182,10 +182,15 @@ def test_each_kind_of_model_learns(kind, tokenizer, settings):
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_accumulation_changes_nothing(accumulate, tokenizer, settings, tmp_path):
+def test_accumulation_changes_nothing_and_an_epoch_has_each_target_once(accumulate, tokenizer, settings, tmp_path):
+    corpus = parallel(some_pairs(30))
+    steps = len(list(PairBatches(tokenize_pairs(lambda: corpus.pairs("train"), tokenizer), 4, 12, epochs=1)))
+
     def losses(pieces: int) -> list[float]:
-        config = settings(accumulate=pieces, out=str(tmp_path / str(pieces)), evaluate_every=2)
-        run = mnemic.train(build("ours", tokenizer), tokenizer, parallel(some_pairs(30)), config)
+        config = settings(accumulate=pieces, steps=steps, out=str(tmp_path / str(pieces)), evaluate_every=2)
+        run = mnemic.train(build("ours", tokenizer), tokenizer, corpus, config)
+        targets = sum(len(target) + 1 for _, target in some_pairs(30))
+        assert {run.report["tokens"], *(entry["tokens"] for entry in run.report["evaluations"])} == {targets}
         return [loss for _, loss in run.losses] + [entry["loss"] for entry in run.report["evaluations"]]
 
     assert losses(accumulate) == pytest.approx(losses(1), rel=1e-4)
