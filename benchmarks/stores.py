@@ -154,10 +154,8 @@ def part_search(options: argparse.Namespace) -> dict[str, Any]:
     queries = rows_of(options)[1]
     index = store._snapshot.index
 
-    def search(some: Any, k: int) -> None:
-        index.faiss.search(some, k, params=faiss.SearchParametersIVF(nprobe=index.dial(0.95, k)[0]))
-
-    return compared(options, store, queries, search)
+    made = {k: faiss.SearchParametersIVF(nprobe=index.dial(0.95, k)[0]) for k in DEPTHS}
+    return compared(options, store, queries, lambda some, k: index.faiss.search(some, k, params=made[k]))
 
 
 def part_search_compressed(options: argparse.Namespace) -> dict[str, Any]:
@@ -173,14 +171,13 @@ def part_search_compressed(options: argparse.Namespace) -> dict[str, Any]:
     both = faiss.IndexRefine(index.faiss, exact)
     del keys
 
-    def search(some: Any, k: int) -> None:
+    made = {}
+    for k in DEPTHS:
         lists, refine = index.dial(0.95, k)
-        parameters = faiss.IndexRefineSearchParameters(
+        made[k] = faiss.IndexRefineSearchParameters(
             k_factor=index.candidates(k, refine) / k, base_index_params=faiss.SearchParametersIVF(nprobe=lists)
         )
-        both.search(some, k, params=parameters)
-
-    return compared(options, store, queries, search)
+    return compared(options, store, queries, lambda some, k: both.search(some, k, params=made[k]))
 
 
 def compared(

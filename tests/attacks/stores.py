@@ -13,6 +13,7 @@ import numpy as np
 
 from mnemic.errors import MnemicError
 from mnemic.stores import References, Source, Store, StoreConfig, Where, open_store
+from mnemic.stores.disk.opening import files_of
 
 DIM = 8
 CONFIGS = {
@@ -107,7 +108,7 @@ class Victim:
         self.files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
         with open_store(folder) as store:
             self.ids, self.version = live(store), store.version  # type: ignore[attr-defined]
-            self.needed = {path.name for path in store._files(store._snapshot.manifest)}  # type: ignore[attr-defined]
+            self.needed = {path.name for path in files_of(store.folder, store._snapshot.manifest)}  # type: ignore[attr-defined]
         self.answers = answers(folder, self.ids)
 
     def ask(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from mnemic.errors import DamagedError, MnemicError, UsageError
 from mnemic.stores import StoreConfig, open_store
 
-from .stores import CONFIGS, Victim, rows
+from .stores import CONFIGS, QUERIES, Victim, rows
 from .watch import confined
 
 
@@ -102,6 +102,12 @@ def test_missing(victim: Victim) -> None:
         if name.startswith("manifest"):
             with open_store(victim.folder) as store:
                 assert store.summary().version == victim.version - 1, "without its manifest a version never was"
+        elif name.startswith("index") and victim.kind == "kept":
+            with open_store(victim.folder) as store:
+                with pytest.raises(DamagedError, match=f"{name} is missing: copy it back.*--rebuild"):
+                    store.search(QUERIES, 3)
+                assert [found for found in store.verify() if name in found]
+                store.get(victim.ids)
         else:
             with pytest.raises(DamagedError, match=f"{name} is missing: copy it back"):
                 open_store(victim.folder)

@@ -10,6 +10,7 @@ import mnemic
 from mnemic.data import Document, train_tokenizer
 from mnemic.data.documents import Corpus
 from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
+from mnemic.stores.build import add_to_store
 from tests.crash.killing import obey
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -28,10 +29,18 @@ def corpus() -> Corpus:
 
 
 def build(kind: str, out: str) -> None:
+    """Builds a store of this kind; "visit" adds another text to the store that is there, and forgets it."""
     torch.manual_seed(0)
     tokenizer = train_tokenizer([], "byte")
     shape = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": len(tokenizer)}
     model = MnemicDecoderForCausalLM(MnemicDecoderConfig(**shape))
+    if kind == "visit":
+        other = Corpus("other", {"train": lambda: [Document("other.txt", "quite another text. " * 20)]})
+        with mnemic.open_store(out) as store:
+            add_to_store(store, model, tokenizer, other, namespace="visitor")
+            store.delete("visitor")
+            store.compact()
+        return
     mnemic.build_store(model, tokenizer, corpus(), out, **{**SETTINGS, **KINDS[kind]}).close()
 
 

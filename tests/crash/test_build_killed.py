@@ -24,10 +24,10 @@ Builds = Forks[Rows]
 
 
 def rows(path: Path) -> Rows:
-    """All rows of a store: keys, values, references; by their numbers, which are those from 0 on."""
+    """All rows of a store: keys, values, references; in the order of their numbers."""
     with open_store(path) as store:
         assert store.verify() == []
-        found = store.get(np.arange(len(store)))
+        found = store.get(np.sort(store.search(np.ones((1, 16)), len(store), recall=1.0).ids[0]))
         assert found.keys is not None
         places = [found.references[row] for row in range(len(store))]
         return found.keys.tobytes(), found.values.tobytes(), places
@@ -66,6 +66,19 @@ def test_killed_at_random_file_operations(builds: Builds, tmp_path: Path, kind: 
         assert killed < 60
     assert killed >= 2
     check(builds, kind, tmp_path / "s")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_others_add_and_forget_whenever_it_is_killed(builds: Builds, tmp_path: Path, kind: str) -> None:
+    draw, killed = random.Random(kind), 0
+    never_stopped = builds.never_stopped(kind)
+    while builds.work(kind, tmp_path / "s", die_at=draw.randrange(40, 150)) != 0:
+        killed += 1
+        assert killed < 60
+        if any((tmp_path / "s").glob("manifest-*")):
+            assert builds.work("visit", tmp_path / "s") == 0
+    assert killed >= 2
+    assert rows(tmp_path / "s") == never_stopped
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -133,7 +133,7 @@ def carried_windows(
                 place = next(reading[number])
             following.append(place)
         kept = [row for row, place in enumerate(following) if place is not None]
-        if kept and len(kept) < len(reading):
+        if carry is not None and kept and len(kept) < len(reading):
             carry.batch_select_indices(torch.tensor(kept))
         reading, places = [reading[row] for row in kept], [place for place in following if place is not None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
 import re
@@ -59,6 +60,8 @@ def open_store(
     """
     from mnemic.stores.origin import check_origin
 
+    if "\0" in str(address):
+        raise UsageError(f"the address {str(address)!r} holds a null character: give a path or an address")
     scheme = re.match("([a-z0-9]+):", str(address))
     kind = scheme[1] if scheme else "disk"
     store: Store = _class_of(kind)(str(address), config, **options)  # type: ignore[call-arg]
@@ -66,6 +69,7 @@ def open_store(
         check_origin(store, model, tokenizer, override)
         if config is not None:
             _same(store, config)
+            store.config = dataclasses.replace(store.config, recall=config.recall)
     except BaseException:
         store.close()
         raise
@@ -92,3 +96,6 @@ def _same(store: Store, config: StoreConfig) -> None:
             raise UsageError(
                 f"{store.address} was made with {name} = {there!r}, not {asked!r}: use its settings, or another store"
             )
+    for name, asked in config.origin.items():
+        if name.endswith("fingerprint") and asked and store.config.origin.get(name, asked) != asked:
+            raise UsageError(f"{store.address} was made with another {name.removesuffix('_fingerprint')}: use another")

@@ -24,6 +24,7 @@ Ids = NDArray[np.int64]
 
 DEFAULT_NAMESPACE = "default"
 HIGHEST_POSITION = 2**32 - 1
+MOST = 1 << 24  # results of one query
 HIGHEST_HALF = 65504  # the largest number of float16
 
 
@@ -78,6 +79,17 @@ class Found(NamedTuple):
     mask: NDArray[np.bool_]
 
 
+def _names(names: Any, what: str) -> frozenset[str] | None:
+    """One name or several as a set of them."""
+    if names is None or isinstance(names, frozenset):
+        return names
+    if isinstance(names, str):
+        return frozenset([names])
+    if isinstance(names, Source) or not isinstance(names, Iterable):
+        raise UsageError(f"{what} = {names!r}: expected names; for one document, Where.document(name, namespace)")
+    return frozenset(names)
+
+
 @dataclass(frozen=True)
 class Where:
     """Which rows are meant: those of these namespaces and of these documents; None means any."""
@@ -85,14 +97,16 @@ class Where:
     namespaces: frozenset[str] | None = None
     documents: frozenset[str] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("namespaces", "documents"):
+            object.__setattr__(self, name, _names(getattr(self, name), name))
+
     @classmethod
     def of(cls, where: Where | str | Iterable[str] | None) -> Where:
         """A namespace or several, as plain texts, or a `Where` as it is."""
         if isinstance(where, Where):
             return where
-        if where is None:
-            return cls()
-        return cls(frozenset([where] if isinstance(where, str) else where))
+        return cls(where)  # type: ignore[arg-type]
 
     @classmethod
     def document(cls, document: str, namespace: str = DEFAULT_NAMESPACE) -> Where:
@@ -132,9 +146,13 @@ class Store(ABC):
 
     address: str
     config: StoreConfig
+    closed = False
 
     def add(self, keys: Any, values: Any, references: References) -> Ids:
         """Takes in rows: keys (n, dim), values (n,), references (n). Returns their numbers."""
+        self._check_open()
+        if not isinstance(references, References):
+            raise UsageError(f"references of type {type(references).__name__}: give References, as References.of(...)")
         keys = self._vectors(keys, "keys")
         if self.config.keys != "float32" and len(keys) and max(keys.max(), -keys.min()) > HIGHEST_HALF:
             raise UsageError(f"keys hold numbers beyond {HIGHEST_HALF}, too large for float16: use keys = 'float32'")
@@ -150,10 +168,12 @@ class Store(ABC):
         self, queries: Any, k: int, where: Where | str | Iterable[str] | None = None, recall: float | None = None
     ) -> Found:
         """The `k` nearest rows of each query, confined to namespaces or documents; `recall` is the dial for speed."""
+        if self.closed:
+            self._check_open()
         queries = self._vectors(queries, "queries")
-        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-            raise UsageError(f"k = {k!r}: expected a whole number of at least 1")
-        if recall is not None and not 0 < recall <= 1:
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 0 < k <= MOST:
+            raise UsageError(f"k = {k!r}: expected a whole number from 1 to {MOST}")
+        if recall is not None and not (isinstance(recall, float | int) and 0 < recall <= 1):
             raise UsageError(f"recall = {recall!r}: expected a number above 0 and up to 1")
         if not len(queries):
             return nothing(0, int(k))
@@ -162,6 +182,7 @@ class Store(ABC):
 
     def get(self, ids: Any) -> Rows:
         """The rows of these numbers; a number that no row has, or whose row was deleted, is an error."""
+        self._check_open()
         ids = np.asarray(ids)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise UsageError(f"ids of shape {ids.shape} and type {ids.dtype}: expected a list of whole numbers")
@@ -176,9 +197,15 @@ class Store(ABC):
     @abstractmethod
     def _get(self, ids: Ids) -> Rows: ...
 
-    @abstractmethod
     def delete(self, where: Where | str | Iterable[str]) -> int:
         """Takes out rows, those not committed yet included; returns how many. `compact` removes their last traces."""
+        self._check_open()
+        if where is None:
+            raise UsageError("delete(None): say which rows are meant, as a namespace or Where(...); Where() is all")
+        return self._delete(Where.of(where))
+
+    @abstractmethod
+    def _delete(self, where: Where) -> int: ...
 
     @abstractmethod
     def commit(self, index: bool = True) -> int:
@@ -203,9 +230,17 @@ class Store(ABC):
     def summary(self) -> Summary:
         """Counts, settings, origin and index."""
 
-    @abstractmethod
     def close(self) -> None:
         """Lets go of files, locks and connections; what was not committed is dropped."""
+        self.closed = True
+        self._close()
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise UsageError(f"the store {self.address} is closed: open it again")
 
     @property
     @abstractmethod
@@ -228,19 +263,26 @@ class Store(ABC):
         """Vectors (n, dim) in float32, checked, and of length 1 where the metric is the cosine."""
         if hasattr(vectors, "detach"):  # a torch tensor; bfloat16 has no counterpart in numpy
             vectors = vectors.detach().float().cpu().numpy()
-        vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+        try:
+            vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+        except (TypeError, ValueError):
+            raise UsageError(f"{what} are no numbers: expected an array (n, {self.config.dim})") from None
         if vectors.ndim != 2 or vectors.shape[1] != self.config.dim:
-            raise UsageError(f"{what} of shape {vectors.shape}: this store has vectors of {self.config.dim} numbers")
+            raise UsageError(f"{what} of shape {vectors.shape}: expected (n, {self.config.dim}), a vector in each row")
         length = float(np.vdot(vectors, vectors))  # a fast first look: undefined if any number is
-        if not math.isfinite(length) and not np.isfinite(vectors).all():
-            raise UsageError(f"{what} hold infinite or undefined numbers: look where they come from")
+        if not math.isfinite(length):
+            if not np.isfinite(vectors).all():
+                raise UsageError(f"{what} hold infinite or undefined numbers: look where they come from")
+            if self.config.metric != "cosine" and not np.isfinite(np.einsum("nd,nd->n", vectors, vectors)).all():
+                raise UsageError(f"{what} are too large to be compared in float32: scale them down")
         if self.config.metric == "cosine":
-            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+            lengths = np.abs(vectors).max(1, keepdims=True)  # first: the squares of what is far from 1 are not exact
             if not lengths.all():
                 raise UsageError(
                     f"{what} hold a zero vector, which has no direction: leave it out or use another metric"
                 )
             vectors = vectors / lengths
+            vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return vectors
 
 

@@ -1,25 +1,28 @@
 """A corpus becomes a store: each position of each document one row, its key, the token that follows and a reference.
 
 Documents are read in windows that overlap, in a fixed order and in fixed batches, so that a build that was killed goes
-on at the first batch that was not committed and ends with the same rows, bit for bit on the same machine.
+on at the first batch that was not committed (progress.py) and ends with the same rows, bit for bit on the same machine.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mnemic.config import Config, option
-from mnemic.errors import UsageError
+from mnemic.errors import MnemicError, UsageError
 from mnemic.stores.config import Origin, StoreConfig
+from mnemic.stores.progress import Mark, Progress
 
 if TYPE_CHECKING:
-    from mnemic.stores.base import Store
-    from mnemic.stores.encode import Window
+    from mnemic.stores.base import Source, Store
+    from mnemic.stores.encode import EncodedRows, Window
 
 
 @dataclass(kw_only=True)
@@ -109,13 +112,18 @@ class Build:
 
     def __init__(self, model: Any, tokenizer: Any, corpus: Any, path: str | Path, config: BuildConfig) -> None:
         from mnemic.data import tokenize_corpus
-        from mnemic.stores.encode import Encoder, KeyWindows, documents_of, window_of
+        from mnemic.stores.encode import Encoder, KeyWindows, documents_of, what_is_left_out, window_of
         from mnemic.stores.origin import origin_of
+        from mnemic.stores.ram import RamStore
+        from mnemic.train.terminal import say
 
+        _check_namespace(RamStore("ram:", StoreConfig(dim=1)), config.namespace)
         self.model, self.tokenizer, self.path, self.config = model, tokenizer, str(path), config
         self.encoder = Encoder(model, tokenizer, config.layer)
         window, min_context = window_of(model, config.window, config.min_context)
         read, self.corpus = documents_of(corpus, config.split)
+        if left_out := what_is_left_out(corpus, config.split):
+            say(left_out)
         tokens = tokenize_corpus(read(), tokenizer, config.tokens)
         self.windows = KeyWindows(tokens, window, window - min_context, config.batch_size)
         self.reading = Reading(
@@ -139,8 +147,7 @@ class Build:
         """Encodes what is not in the store yet."""
         store = self.open()
         try:
-            done = self.batches_done(store)
-            self.encode(store, done)
+            self.encode(store, self.done(store))
         except BaseException:
             store.close()
             raise
@@ -189,91 +196,120 @@ class Build:
                 "another path"
             )
 
-    def batches_done(self, store: Store) -> int:
-        """How many batches are in the store already."""
-        if store.next_id == 0:
-            return 0
-        if self.config.max_probability < 1:
-            return self._batches_up_to_last_row(store)
+    def done(self, store: Store) -> Mark:
+        """How much of this build is in the store already."""
+        record = Progress(store).read()
+        if record is None:
+            return self._done_by_rows(store)
+        done, planned = record
+        if store.next_id < done.next_id:
+            raise self._cannot_go_on()
+        if store.next_id < planned.next_id:
+            return done
+        if planned.rows == done.rows:
+            return planned
+        last = self._place(store, planned.next_id - 1)
+        batches = islice(self.windows.groups(done.batches), planned.batches - done.batches)
+        return planned if any(self._holds(group, last) for group in batches) else done
+
+    def _done_by_rows(self, store: Store) -> Mark:
+        """What the rows say where there is no record, as on a server: the last one must be one of a single batch."""
         from mnemic.stores.encode import row_count
 
-        rows = 0
+        if store.next_id == 0:
+            return Mark()
+        everything = self.config.max_probability == 1
+        count = min(store.next_id, self.total) if everything else store.next_id
+        last, seen, found = self._place(store, count - 1), 0, []
         for number, group in enumerate(self.windows.groups(), start=1):
-            rows += row_count(group)
-            if rows == min(store.next_id, self.total):
-                self._check_last_row(store, rows - 1, group)
-                return number
-        raise self._foreign_rows()
+            seen += row_count(group)
+            if self._holds(group, last) and (seen == count or not everything):
+                found.append(Mark(number, count, store.next_id, tidy=seen == self.total))
+        if len(found) != 1:
+            raise self._cannot_go_on()
+        return found[0]
 
-    def _check_last_row(self, store: Store, number: int, group: list[Window]) -> None:
-        """Refuses a store whose last row is not what this build would have put there."""
-        document, _, _, end = group[-1]
+    def _place(self, store: Store, number: int) -> tuple[Source, int]:
+        """The document and position of a row."""
         try:
-            source, position = store.get([number]).references[0]
+            return store.get([number]).references[0]
         except UsageError:  # forgotten in the meantime
-            return
-        if (source.document, source.namespace, position) != (
-            self.windows.corpus.id(document),
-            self.config.namespace,
-            end - 1,
-        ):
-            raise self._foreign_rows()
+            raise self._cannot_go_on() from None
 
-    def _batches_up_to_last_row(self, store: Store) -> int:
-        """Where rows are left out their number says little; the last one's reference says how far a build has come."""
-        try:
-            source, position = store.get([store.next_id - 1]).references[0]
-        except UsageError:
-            raise self._foreign_rows() from None
-        corpus = self.windows.corpus
-        named = {number for number in range(len(corpus)) if corpus.id(number) == source.document}
-        if len(named) == 1 and source.namespace == self.config.namespace:
-            for number, group in enumerate(self.windows.groups(), start=1):
-                if any(document in named and first <= position < end for document, _, first, end in group):
-                    return number
-        raise self._foreign_rows()
+    def _holds(self, group: list[Window], place: tuple[Source, int]) -> bool:
+        """Whether the rows of a batch are of this place too."""
+        source, position = place
+        return source.namespace == self.config.namespace and any(
+            self.windows.corpus.id(document) == source.document and first <= position < end
+            for document, _, first, end in group
+        )
 
-    def _foreign_rows(self) -> UsageError:
+    def _cannot_go_on(self) -> UsageError:
         return UsageError(
             f"{self.path} holds rows that this build has not put there, or lacks some that it has: it cannot go on. "
             "Build into another path"
         )
 
-    def encode(self, store: Store, done: int) -> None:
-        """Encodes all batches but the first `done`, committing as it goes; then the store is put in order."""
+    def encode(self, store: Store, done: Mark) -> None:
+        """Encodes all batches that are not done, committing as it goes; then the store is put in order."""
         from mnemic.stores.encode import encode_group, row_count
         from mnemic.train.terminal import interrupts, progress_bar, say
 
         config, started, dropped_loss = self.config, time.monotonic(), 0.0
-        seen = before = sum(row_count(group) for group, _ in zip(self.windows.groups(), range(done), strict=False))
+        seen = before = sum(map(row_count, islice(self.windows.groups(), done.batches)))
         if seen == self.total:
             say(f"{self.path} is finished: {len(store):,} rows; nothing to do")
         elif seen:
             say(f"going on with {self.path}: {seen:,} of {self.total:,} tokens are done")
-        pending = 0
+        reached = done = dataclasses.replace(done, next_id=store.next_id)
         with self.encoder.reading(), interrupts() as stopped, progress_bar(self.total, "row", seen) as bar:
-            for group in self.windows.groups(done):
+            for group in self.windows.groups(done.batches):
                 rows = encode_group(self.encoder, self.windows, group, config.namespace, config.max_probability)
-                store.add(rows.keys, rows.values, rows.references)
-                seen, pending = seen + rows.seen, pending + len(rows.values)
-                dropped_loss += rows.dropped_loss
+                reached = self._added(store, rows, reached)
+                seen, dropped_loss = seen + rows.seen, dropped_loss + rows.dropped_loss
                 bar.update(rows.seen)
-                if pending >= config.commit_rows and seen < self.total:
-                    store.commit(index=False)
-                    pending = 0
+                if stopped.is_set() or (reached.rows - done.rows >= config.commit_rows and seen < self.total):
+                    done = self._commit(store, done, reached)
                 if stopped.is_set():
-                    store.commit(index=False)
                     raise KeyboardInterrupt(f"stopped after {seen:,} of {self.total:,} tokens; the same call goes on")
-        store.compact()
-        self.report = self._report(store, seen - before, time.monotonic() - started, dropped_loss)
+        if done.tidy:
+            store.commit()  # the index, if it is time for it
+        else:
+            self._commit(store, done, reached, tidy=True)
+        self.report = self._report(store, reached.rows, seen - before, time.monotonic() - started, dropped_loss)
+        if (recall := self.report["recall"]) is not None and recall < store.config.recall:
+            say(
+                f"the index of {self.path} finds {recall:.2f} of the true nearest 32 rows, not the "
+                f"{store.config.recall:g} that was asked for: keep the keys (float16), or choose another index"
+            )
 
-    def _report(self, store: Store, seen: int, seconds: float, dropped_loss: float) -> dict[str, Any]:
-        summary, dropped = store.summary(), max(0, self.total - store.next_id)
+    def _added(self, store: Store, rows: EncodedRows, reached: Mark) -> Mark:
+        """How far the build has come once these rows are committed, which are now added."""
+        ids = store.add(rows.keys, rows.values, rows.references)
+        if len(ids) and ids[0] != reached.next_id:
+            raise MnemicError(f"another process has just written to {self.path}: start the build again to go on")
+        return Mark(reached.batches + 1, reached.rows + len(ids), reached.next_id + len(ids))
+
+    def _commit(self, store: Store, done: Mark, reached: Mark, tidy: bool = False) -> Mark:
+        """Makes durable what was added, and the record of it; `tidy` puts the store in order as well."""
+        progress = Progress(store)
+        progress.write(done, reached)
+        if tidy:
+            store.compact()
+            reached = dataclasses.replace(reached, tidy=True)
+        else:
+            store.commit(index=False)
+        progress.write(reached, reached)
+        return reached
+
+    def _report(self, store: Store, rows: int, seen: int, seconds: float, dropped_loss: float) -> dict[str, Any]:
+        summary, dropped = store.summary(), self.total - rows
         report: dict[str, Any] = {
             "store": self.path,
             "rows": summary.rows,
             "bytes": summary.bytes,
             "documents": summary.documents,
+            "recall": summary.index.get("recall"),
             "tokens": self.total,
             "encoded_now": seen,
             "seconds": round(seconds, 3),
@@ -300,7 +336,8 @@ def add_to_store(
 ) -> dict[str, Any]:
     """Adds a text to a store, read as the store's own was; all of it in one commit, or nothing.
 
-    A document that the store has already is refused, or with `replace` takes the place of the old one.
+    A document that the store has already is refused, or with `replace` takes the place of the old one. If this fails
+    on the way, the store is closed, so that no later commit makes half of it durable.
     """
     from mnemic.data import tokenize_corpus
     from mnemic.stores.base import Where
@@ -308,6 +345,7 @@ def add_to_store(
     from mnemic.stores.origin import check_origin
     from mnemic.train.terminal import progress_bar
 
+    _check_namespace(store, namespace)
     check_origin(store, model, tokenizer, override)
     origin = Origin.from_dict(dict(store.config.origin))
     was = Reading.of(origin)
@@ -318,19 +356,32 @@ def add_to_store(
     read, name = documents_of(corpus, split)
     tokens = tokenize_corpus(read(), tokenizer)
     where = Where(frozenset([namespace]), frozenset(tokens.id(number) for number in range(len(tokens))))
-    replaced = store.delete(where) if replace else 0
     if not replace:
         _refuse_known(store, where, name)
     windows = KeyWindows(tokens, window, window - min_context, batch_size)
-    added = 0
-    with encoder.reading(), progress_bar(tokens.target_count, "row") as bar:
-        for group in windows.groups():
-            rows = encode_group(encoder, windows, group, namespace, was.max_probability if was else 1.0)
-            store.add(rows.keys, rows.values, rows.references)
-            added += len(rows.values)
-            bar.update(rows.seen)
-    store.commit()
+    added = replaced = 0
+    try:
+        with encoder.reading(), progress_bar(tokens.target_count, "row") as bar:
+            replaced = store.delete(where) if replace else 0
+            for group in windows.groups():
+                rows = encode_group(encoder, windows, group, namespace, was.max_probability if was else 1.0)
+                added += len(store.add(rows.keys, rows.values, rows.references))
+                bar.update(rows.seen)
+        Progress(store).settle(store)
+        store.commit()
+    except BaseException:
+        store.close()
+        raise
     return {"store": store.address, "documents": len(tokens), "added": added, "replaced": replaced, "rows": len(store)}
+
+
+def _check_namespace(store: Store, namespace: str) -> None:
+    """Refuses a namespace that no store takes, by adding nothing to it."""
+    import numpy as np
+
+    from mnemic.stores.base import References
+
+    store.add(np.empty((0, store.config.dim)), [], References.of("any", [], namespace))
 
 
 def _refuse_known(store: Store, where: Any, name: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,3 +56,11 @@ class StoreConfig(Config):
         if any(len(number) > 7 or int(number) > 1 << 22 for number in re.findall(r"\d+", self.index)):
             raise UsageError(f"index = {self.index[:80]!r}: expected no number above {1 << 22}")
         Origin.from_dict(dict(self.origin))
+
+
+def without_names(config: StoreConfig, names: Iterable[str]) -> StoreConfig:
+    """The settings without what they say of the text that was read, if one of these names is in that."""
+    text = str(config.origin.get("corpus", ""))
+    if not any(json.dumps(name)[1:-1] in text for name in names):
+        return config
+    return dataclasses.replace(config, origin={n: value for n, value in config.origin.items() if n != "corpus"})

@@ -197,6 +197,21 @@ def documents_of(corpus: Corpus | str | Path, split: str) -> tuple[Callable[[], 
     return partial(_documents, opened, split), opened.name
 
 
+def what_is_left_out(corpus: Corpus | str | Path, split: str) -> str:
+    """A sentence if a split of a plain file or folder is not all of its text, which its owner may not expect."""
+    source = str(corpus)
+    path = Path(source).expanduser()
+    if split == EVERYTHING or not isinstance(corpus, str | Path) or source in CORPORA or not path.exists():
+        return ""
+    if type(opened := open_corpus(source)) is not Corpus:  # of several languages: each text is there twice
+        return ""
+    whole = sum(len(document.text) for document in files_as_documents(path))
+    read = sum(len(document.text) for document in opened.documents(split))
+    if read >= whole:
+        return ""
+    return f"{source}: the split {split!r} is read, {read / whole:.0%} of its text; with split = 'all' all of it is"
+
+
 def _documents(corpus: Corpus, split: str) -> Iterator[Document]:
     if split != EVERYTHING:
         return corpus.documents(split)

@@ -1,9 +1,9 @@
 """A smaller store beside a store: rows that only repeat a row near them are left out, and the cost of it is measured.
 
 This is the greedy merging of He et al. (arXiv 2109.04212) with a bound on the distance: in the order of their numbers,
-a row is left out if one of its nearest rows has the same token, is no further than `closer` times the usual distance
-between neighbours, and has been kept. That one has a single vote where there were several, since a store has no
-weights; the report says how much of the answers this changes.
+a row is left out if one of the nearest rows of its namespace has the same token, is no further than `closer` times the
+usual distance between neighbours, and has been kept. That one has a single vote where there were several, since a store
+has no weights; the report says how much of the answers this changes.
 
 The other kind of pruning, leaving out what the model foresees by itself, is done as a store is built: see
 `BuildConfig.max_probability`.
@@ -11,6 +11,8 @@ The other kind of pruning, leaving out what the model foresees by itself, is don
 
 from __future__ import annotations
 
+import contextlib
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,10 +25,12 @@ from numpy.typing import NDArray
 
 from mnemic.config import Config, option
 from mnemic.errors import UsageError
-from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store
+from mnemic.files import lock, new_folder
+from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store, nothing
+from mnemic.stores.config import Origin
 from mnemic.stores.context import surviving
+from mnemic.stores.known import all_rows, documents_in
 
-BLOCK = 4096  # rows looked at in one go
 SAMPLE = 1000  # rows whose neighbours tell what distance is usual
 EQUAL = 1e-3  # share of a usual distance below which two keys differ by rounding only
 SAMPLED_WINDOWS = 64  # windows of a held-out text from which contexts are taken
@@ -42,7 +46,7 @@ class PruneConfig(Config):
     )
     neighbours: int = option(8, "nearest rows among which one to stay for it is looked for")
     k: int = option(16, "nearest rows that vote, where the cost is measured")
-    commit_rows: int = option(100_000, "rows after which what is done so far is made durable")
+    commit_rows: int = option(100_000, "rows in a part of the new store, if that is a folder")
 
     def check(self) -> None:
         """Refuses settings that cannot work."""
@@ -55,10 +59,14 @@ class PruneConfig(Config):
 
 @dataclass(frozen=True)
 class Sample:
-    """Contexts that a store has not seen: their keys (n, dim), and the tokens that really followed, (n,)."""
+    """Contexts of a text that a store does not have: keys (n, dim), and the tokens that really followed, (n,).
+
+    left_out: the documents that were passed over, because the store has them.
+    """
 
     keys: Floats
     values: NDArray[np.int64]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,11 +82,9 @@ def prune_store(
 ) -> Pruned:
     """Writes a store without redundant rows to `path`; the one it is made from stays as it is.
 
+    Killed, it leaves nothing of that name, or, on a server, a store without rows: the same call begins again.
     With a `sample` of held-out contexts (`held_out`) the report says what changed for them.
     """
-    from mnemic.stores import open_store
-    from mnemic.train.terminal import progress_bar
-
     if config is not None and options:
         raise UsageError("give prune_store either a PruneConfig or options by name, not both")
     config = config or PruneConfig.from_dict(options)
@@ -86,22 +92,12 @@ def prune_store(
         raise UsageError(f"{store.address} keeps codes instead of keys: prune a store with keys, then compress it")
     if not len(store):
         raise UsageError(f"{store.address} has no rows: there is nothing to prune")
-    pruned = open_store(path, store.config)
+    scheme = re.match("([a-z0-9]+):", str(path))
+    if scheme is None or scheme[1] == "disk":
+        pruned, usual = _in_a_folder(store, str(path), config)
+    else:
+        pruned, usual = _elsewhere(store, str(path), config)
     try:
-        if pruned.next_id:
-            raise UsageError(f"{path} has rows already: choose a path where there is no store yet")
-        usual = usual_distance(store)
-        pending = 0
-        with progress_bar(len(store), "row") as bar:
-            for rows, seen in _kept_rows(store, config, max(config.closer, EQUAL) * usual):
-                if rows.keys is not None and len(rows.values):
-                    pruned.add(rows.keys, rows.values, rows.references)
-                    pending += len(rows.values)
-                bar.update(seen)
-                if pending >= config.commit_rows:
-                    pruned.commit(index=False)
-                    pending = 0
-        pruned.commit()
         report = {**_counts(store, pruned), "usual_distance": usual}
         if sample is not None:
             report["held_out"] = cost(store, pruned, sample, config.k)
@@ -111,39 +107,133 @@ def prune_store(
     return Pruned(pruned, report)
 
 
+def _in_a_folder(store: Store, address: str, config: PruneConfig) -> tuple[Store, float]:
+    """The pruned store in a folder, which gets its name when all rows are there, and the usual distance."""
+    from mnemic.stores import open_store
+
+    folder = Path(address.removeprefix("disk:"))
+    with contextlib.ExitStack() as held:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            with open_store(address, store.config) as there:  # refuses what is no store, or one with other settings
+                _check_target(there, store)
+                held.enter_context(lock(folder / "lock", f"the store {folder}"))
+                there.refresh()
+                _check_target(there, store)
+        with new_folder(folder) as unfinished, open_store(f"disk:{unfinished}", store.config) as pruned:
+            usual = _write(store, pruned, config, config.commit_rows)
+    return open_store(address, store.config), usual
+
+
+def _elsewhere(store: Store, address: str, config: PruneConfig) -> tuple[Store, float]:
+    """The same in memory or on a server: all rows in one commit, before which nobody sees any."""
+    from mnemic.stores import open_store
+
+    pruned = open_store(address, store.config)
+    try:
+        _check_target(pruned, store)
+        return pruned, _write(store, pruned, config, None)
+    except BaseException:
+        pruned.close()
+        raise
+
+
+def _check_target(there: Store, store: Store) -> None:
+    """Refuses a store that has rows, or that is meant for those of another model, tokenizer or layer."""
+    if there.next_id:
+        raise UsageError(f"{there.address} has rows already: choose a path where there is no store yet")
+    asked, made = (Origin.from_dict(dict(one.config.origin)) for one in (there, store))
+    for name in ("model_fingerprint", "memory_fingerprint", "tokenizer_fingerprint", "layer"):
+        if getattr(asked, name) != getattr(made, name):
+            raise UsageError(
+                f"{there.address} is a store for rows with {name} = {getattr(asked, name)!r}, and those of "
+                f"{store.address} have {getattr(made, name)!r}: choose a path where there is no store yet"
+            )
+
+
+def _write(store: Store, pruned: Store, config: PruneConfig, commit_rows: int | None) -> float:
+    """Puts the rows that stay into `pruned` and commits them; returns the usual distance."""
+    from mnemic.train.terminal import progress_bar
+
+    usual, pending = usual_distance(store), 0
+    with progress_bar(len(store), "row") as bar:
+        for rows, seen in _kept_rows(store, config, max(config.closer, EQUAL) * usual):
+            if rows.keys is not None and len(rows.values):
+                pruned.add(rows.keys, rows.values, rows.references)
+                pending += len(rows.values)
+            bar.update(seen)
+            if commit_rows is not None and pending >= commit_rows:
+                pruned.commit(index=False)
+                pending = 0
+    pruned.commit()
+    return usual
+
+
 def usual_distance(store: Store) -> float:
-    """The median distance of a row to the nearest other one that is not equal to it, over a sample of the store."""
-    spread = np.unique(np.linspace(0, store.next_id - 1, 4 * SAMPLE).astype(np.int64))
-    parts = [(ids, rows.keys) for ids, rows in surviving(store, spread) if rows.keys is not None]
-    ids, keys = (np.concatenate([part[column] for part in parts]) for column in (0, 1))
-    some = np.linspace(0, len(ids) - 1, min(SAMPLE, len(ids))).astype(np.int64)
-    found = store.search(keys[some], 2)
-    distances = np.where(found.mask & (found.ids != ids[some, None]), _distances(store, keys[some], found), np.inf)
-    nearest = distances.min(1)
+    """The median distance of a row to the nearest other one of its namespace that is not equal to it, over a sample."""
+    distances, confined = [], _has_several_namespaces(store)
+    for ids, rows in surviving(store, _some_ids(store)):
+        found = _nearest(store, rows, 2, confined)
+        others = found.mask & (found.ids != ids[:, None])
+        distances.append(np.where(others, _distances(store, np.asarray(rows.keys), found), np.inf).min(1))
+    nearest = np.concatenate(distances)
     nearest = nearest[np.isfinite(nearest)]
     nearest = nearest[nearest > EQUAL * nearest.max(initial=0.0)]
     return float(np.median(nearest)) if len(nearest) else 0.0
 
 
+def _has_several_namespaces(store: Store) -> bool:
+    return len(store.summary().namespaces) > 1
+
+
+def _some_ids(store: Store) -> Ids:
+    """The numbers of about SAMPLE rows that are there, from all over the store, in order."""
+    if len(store) <= 4 * SAMPLE:
+        everywhere = np.ones((1, store.config.dim), np.float32)
+        found = store.search(everywhere, len(store), recall=1.0)
+        ids = np.sort(found.ids[found.mask])
+    else:
+        choose, ids = np.random.default_rng(0), np.empty(0, np.int64)
+        while len(ids) < SAMPLE:
+            drawn = np.unique(choose.integers(0, store.next_id, 4 * SAMPLE))
+            ids = np.unique(np.concatenate([ids, *(some for some, _ in surviving(store, drawn))]))
+    return ids[np.linspace(0, len(ids) - 1, min(SAMPLE, len(ids))).astype(np.int64)]
+
+
+def _nearest(store: Store, rows: Rows, k: int, confined: bool) -> Found:
+    """The nearest rows of each row, itself included; `confined`: in its own namespace, as there are several."""
+    keys, which = np.asarray(rows.keys), rows.references.which
+    if not confined:
+        return store.search(keys, k)
+    namespaces: dict[str, list[int]] = {}
+    for number in np.unique(which).tolist():
+        namespaces.setdefault(rows.references.sources[number].namespace, []).append(number)
+    found = nothing(len(keys), k)
+    for namespace, numbers in namespaces.items():
+        here = np.isin(which, numbers)
+        part = store.search(keys[here], k, namespace)
+        for name in Found._fields:
+            getattr(found, name)[here] = getattr(part, name)
+    return found
+
+
 def _kept_rows(store: Store, config: PruneConfig, radius: float) -> Iterator[tuple[Rows, int]]:
     """The rows that stay, block by block, and how many were looked at for each."""
-    end = store.next_id
+    end, confined = store.next_id, _has_several_namespaces(store)
     with tempfile.TemporaryFile() as file:
         file.truncate(end)
         fate = np.memmap(file, np.uint8, "r+", shape=(end,))  # on disk, like all that grows with the store
-        for first in range(0, end, BLOCK):
-            for ids, rows in surviving(store, np.arange(first, min(first + BLOCK, end))):
-                _decide(store, ids, rows, fate, config.neighbours, radius)
-                yield _chosen(rows, fate[ids] == KEPT), len(ids)
+        for ids, rows in all_rows(store):
+            found = _nearest(store, rows, config.neighbours + 1, confined)
+            same = found.mask & (found.values == rows.values[:, None])
+            same &= _distances(store, np.asarray(rows.keys), found) <= radius
+            _decide(ids, found.ids, same, fate)
+            yield _chosen(rows, fate[ids] == KEPT), len(ids)
 
 
-def _decide(store: Store, ids: Ids, rows: Rows, fate: NDArray[np.uint8], neighbours: int, radius: float) -> None:
-    """Decides for each row whether it stays."""
-    keys = np.asarray(rows.keys)
-    found = store.search(keys, neighbours + 1)
-    same = found.mask & (found.values == rows.values[:, None]) & (_distances(store, keys, found) <= radius)
+def _decide(ids: Ids, found: Ids, same: NDArray[np.bool_], fate: NDArray[np.uint8]) -> None:
+    """Decides for each row whether it stays; `same`: which of the rows found could stay for it."""
     for number, id in enumerate(ids.tolist()):
-        near = found.ids[number][same[number]]
+        near = found[number][same[number]]
         fate[id] = DROPPED if (fate[near] == KEPT).any() else KEPT
 
 
@@ -174,6 +264,10 @@ def _counts(store: Store, pruned: Store) -> dict[str, Any]:
     return {
         "rows_before": before.rows,
         "rows_after": after.rows,
+        "namespaces": {
+            name: {"rows_before": rows, "rows_after": after.namespaces.get(name, 0)}
+            for name, rows in before.namespaces.items()
+        },
         "bytes_before": before.bytes,
         "bytes_after": after.bytes,
     }
@@ -185,7 +279,7 @@ def cost(store: Store, pruned: Store, sample: Sample, k: int) -> dict[str, Any]:
     recall: share of contexts whose next token is among the k; accuracy: share whose next token gets the most votes,
     weighted by softmax(score) as in kNN-LM; changed: share for which another token gets the most votes than before.
     """
-    figures: dict[str, Any] = {"contexts": len(sample.values), "k": k}
+    figures: dict[str, Any] = {"contexts": len(sample.values), "k": k, "left_out": list(sample.left_out)}
     guesses = []
     for one, when in ((store, "before"), (pruned, "after")):
         found = one.search(sample.keys, k)
@@ -209,25 +303,29 @@ def votes(found: Found) -> NDArray[np.int64]:
 
 
 def held_out(model: Any, tokenizer: Any, store: Store, corpus: Any, split: str = "valid", rows: int = SAMPLE) -> Sample:
-    """About `rows` contexts from all over a split that is not in the store, read as the store's own text was."""
+    """About `rows` contexts from all over a split, read as the store's own text was, without documents that it has."""
     from mnemic.data import tokenize_corpus
     from mnemic.stores.build import Reading
-    from mnemic.stores.config import Origin
     from mnemic.stores.encode import Encoder, KeyWindows, documents_of, encode_group, window_of
 
     origin = Origin.from_dict(dict(store.config.origin))
     was = Reading.of(origin)
     encoder = Encoder(model, tokenizer, origin.layer)
     window, context = window_of(model, origin.context or None, was.min_context if was else None)
-    read, _ = documents_of(corpus, split)
-    windows = KeyWindows(tokenize_corpus(read(), tokenizer), window, window - context, 1)
-    step = max(1, len(windows) // SAMPLED_WINDOWS)
-    each, choose = -(-rows // min(SAMPLED_WINDOWS, len(windows))), np.random.default_rng(0)
+    read, name = documents_of(corpus, split)
+    tokens = tokenize_corpus(read(), tokenizer)
+    known = documents_in(store, tokens)
+    windows = KeyWindows(tokens, window, window - context, 1)
+    count = sum(group[0][0] not in known for group in windows.groups())
+    if not count:
+        raise UsageError(f"{store.address} has all of {name}, split {split}: measure on a text that it does not have")
+    each, choose = -(-rows // min(SAMPLED_WINDOWS, count)), np.random.default_rng(0)
     keys, values = [], []
     with encoder.reading():
-        for group in islice(windows.groups(), 0, None, step):
+        new = (group for group in windows.groups() if group[0][0] not in known)
+        for group in islice(new, 0, None, max(1, count // SAMPLED_WINDOWS)):
             encoded = encode_group(encoder, windows, group, "held out")
             some = choose.permutation(encoded.seen)[:each]
             keys.append(encoded.keys[some])
             values.append(encoded.values[some])
-    return Sample(np.concatenate(keys), np.concatenate(values))
+    return Sample(np.concatenate(keys), np.concatenate(values), tuple(tokens.id(number) for number in sorted(known)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,7 @@ class RamStore(Store):
         self._added.append((kept, values, references.positions, numbers[references.which], ids))
         return ids
 
-    def delete(self, where: Where | str | Iterable[str]) -> int:
-        where = Where.of(where)
+    def _delete(self, where: Where) -> int:
         before = [self._live(self._which, self._ids), *(self._live(row[3], row[4]) for row in self._added)]
         self._deleted.append((where, self._next))
         after = [self._live(self._which, self._ids), *(self._live(row[3], row[4]) for row in self._added)]
@@ -53,6 +52,7 @@ class RamStore(Store):
         return live
 
     def commit(self, index: bool = True) -> int:
+        self._check_open()
         old = (self._keys, self._values, self._positions, self._which, self._ids)
         columns = [np.concatenate(parts) for parts in zip(old, *self._added, strict=True)]
         live = self._live(columns[3], columns[4])
@@ -101,7 +101,9 @@ class RamStore(Store):
         known[known] &= self._ids[rows[known]] == ids[known]
         if not known.all():
             raise UsageError(f"no row has the number {ids[~known][0]}: it was deleted, or never committed")
-        references = References(list(self._sources), self._which[rows], self._positions[rows])
+        used, which = np.unique(self._which[rows], return_inverse=True)
+        names = list(self._sources)
+        references = References([names[number] for number in used], which, self._positions[rows])
         return Rows(self._keys[rows].astype(np.float32), self._values[rows], references)
 
     def summary(self) -> Summary:
@@ -116,7 +118,7 @@ class RamStore(Store):
             self.address, self.version, len(self), len(used), dict(sorted(namespaces.items())), self.config, index, size
         )
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._added, self._deleted = [], []
 
     @property

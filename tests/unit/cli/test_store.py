@@ -68,6 +68,7 @@ def test_the_overview_names_each_verb(capsys: Any) -> None:
         (["build", "s", "c", "--model", "m", "--windw", "3"], "unknown option --windw: did you mean --window?"),
         (["build", "s", "c", "--model", "m", "--metric", "l3"], "--metric 'l3': expected one of 'l2', 'ip', 'cosine'"),
         (["forget", "s"], "nothing to forget was named"),
+        (["build", "ram:", "c", "--model", "m"], "a store in memory is gone when the command ends: give a folder"),
     ],
 )
 def test_wrong_usage(arguments: list[str], sentence: str, capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -240,7 +241,40 @@ def test_forget_a_document_at_once(store: Path, capsys: Any) -> None:
     assert not any(b"1.txt" in file.read_bytes() for file in store.iterdir())
     with open_store(store) as after:
         assert after.summary().documents == 2
-    assert "its namespaces are default" in output(capsys, "store", "forget", store, "--namespace", "defualt")
+    version = after.refresh()
+    assert main(["store", "forget", str(store), "--namespace", "defualt", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"mnemic: no row of {store} is of that name: its namespaces are default\n"
+    assert after.refresh() == version
+
+
+def test_names_cannot_steer_the_terminal(store: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "letter.txt").write_text("a secret zebra")
+    output(capsys, "store", "add", store, tmp_path / "letter.txt", "--namespace", "\x1b[31mred \u202eBøb")
+    assert "\\x1b[31mred \\u202eBøb 15" in output(capsys, "store", "info", store)
+    assert main(["store", "forget", str(store), "--namespace", "nobody"]) == 1
+    assert "\\x1b[31mred \\u202eBøb" in capsys.readouterr().err
+
+
+def test_a_refused_namespace_does_not_stand_in_the_way(run: Path, corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    arguments = ["store", "build", str(tmp_path / "s"), str(corpus), "--model", str(run), "--namespace"]
+    assert main([*arguments, ""]) == 2
+    assert not (tmp_path / "s").exists()
+    assert main([*arguments, "alice"]) == 0
+
+
+def test_build_says_what_a_split_leaves_out(run: Path, corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    arguments = ["store", "build", str(tmp_path / "s"), str(corpus), "--model", str(run)]
+    assert main(arguments) == 0
+    assert "the split 'train' is read, 33% of its text; with split = 'all' all of it is" in capsys.readouterr().err
+    assert main([*arguments[:2], str(tmp_path / "all"), *arguments[3:], "--split", "all"]) == 0
+    assert "of its text" not in capsys.readouterr().err
+
+
+def test_the_help_is_plain_about_codes_and_documents(capsys: Any) -> None:
+    assert "a recall at 32 of 0.5 to 0.6" in output(capsys, "store", "build", "--help")
+    assert "removed from every\nnamespace" in output(capsys, "store", "forget", "--help")
 
 
 def test_verify_finds_damage(store: Path, capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 import mnemic
 import mnemic.stores.encode
-from mnemic.data import train_tokenizer
-from mnemic.errors import UsageError
+from mnemic.data import Document, train_tokenizer
+from mnemic.data.documents import Corpus
+from mnemic.errors import DamagedError, MnemicError, UsageError
 from mnemic.stores import References, StoreConfig, Where, open_store
 from mnemic.stores.build import Build, BuildConfig, add_to_store
 from mnemic.stores.origin import check_origin
+from mnemic.stores.progress import Mark, Progress
 from tests.unit.stores.building import BYTES, TEXTS, assert_same_rows, built, corpus, everything, small, tokens_of
 
 
@@ -76,11 +80,22 @@ def test_a_finished_build_does_nothing_but_say_so(tmp_path: Path, monkeypatch: A
     model = small()
     build(tmp_path / "s", model, monkeypatch=monkeypatch)
     with open_store(tmp_path / "s") as store:
+        store.add(np.ones((1, 16)), [1], References.of("other", [0], "bob"))
+        store.commit()
+        store.delete("bob")
+        store.commit()
         before = store.summary()
+    files = {file.name: file.read_bytes() for file in (tmp_path / "s").iterdir()}
+    assert sum(name.startswith("manifest") for name in files) == 3
     assert build(tmp_path / "s", model, monkeypatch=monkeypatch) == 0
     assert "is finished: 128 rows; nothing to do" in capsys.readouterr().err
-    with open_store(tmp_path / "s") as store:
-        assert store.summary() == before
+    assert {file.name: file.read_bytes() for file in (tmp_path / "s").iterdir()} == files
+    with (
+        mnemic.build_store(model, BYTES, corpus(), tmp_path / "s", window=8, batch_size=2) as finished,
+        open_store(tmp_path / "s") as store,
+    ):
+        assert finished.summary() == store.summary() == before
+        store.delete("nobody")  # takes the lock, which the one who only opened it has not
 
 
 def test_ctrl_c_commits_what_is_done(tmp_path: Path, monkeypatch: Any) -> None:
@@ -145,10 +160,121 @@ def test_another_memory_is_another_model(tmp_path: Path) -> None:
         check_origin(store, small(), BYTES, ["model"])
 
 
-def test_rows_of_others_end_a_build(tmp_path: Path, monkeypatch: Any) -> None:
+def own_rows(path: Path, namespace: str = "default") -> tuple[Any, Any, list[Any]]:
+    """The rows of a namespace in the order of their numbers, whatever these are."""
+    with open_store(path) as store:
+        found = store.search(np.ones((1, 16)), len(store), namespace, recall=1.0)
+        rows = store.get(np.sort(found.ids[found.mask]))
+    assert rows.keys is not None
+    return rows.keys.tolist(), rows.values.tolist(), [rows.references[number] for number in range(len(rows.values))]
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize("options", [{}, {"max_probability": 0.004}])
+def test_other_texts_added_in_between_do_no_harm(
+    tmp_path: Path, monkeypatch: Any, options: Any, forgotten: bool
+) -> None:
+    model, path = small(), tmp_path / "s"
+    (tmp_path / "other.txt").write_text("quite another text. " * 20)
+    build(tmp_path / "whole", model, monkeypatch=monkeypatch, **options)
+    for visit in range(6):  # the first one comes to an empty store, the last ones to a finished one
+        build(path, model, 6 if visit else 0, monkeypatch, commit_rows=10, **options)
+        with open_store(path) as store:
+            add_to_store(store, model, BYTES, str(tmp_path / "other.txt"), namespace=f"visit {visit}")
+            if forgotten:
+                store.delete(f"visit {visit}")
+                store.compact()
+    assert build(path, model, monkeypatch=monkeypatch, **options) == 0
+    assert own_rows(path) == own_rows(tmp_path / "whole")
+    with open_store(path) as store:
+        assert len(store.summary().namespaces) == (1 if forgotten else 7)
+
+
+def test_documents_of_the_same_name(tmp_path: Path, monkeypatch: Any) -> None:
+    documents = [Document(f"doc{number % 2}", f"the text number {number}") for number in range(6)]
+    named = Corpus("named", {"train": lambda: documents})
+    monkeypatch.setattr("tests.unit.stores.test_build.corpus", lambda: named)
+    options = {"max_probability": 0.004}
+    batches = build(tmp_path / "whole", small(), monkeypatch=monkeypatch, **options)
+    for stop in range(batches):
+        build(tmp_path / str(stop), small(), stop, monkeypatch, **options)
+        build(tmp_path / str(stop), small(), monkeypatch=monkeypatch, **options)
+        assert own_rows(tmp_path / str(stop)) == own_rows(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("added", [0, 5, 30, 200])
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_plan_that_was_not_carried_out(tmp_path: Path, monkeypatch: Any, added: int, forgotten: bool) -> None:
+    """Killed between the record and the commit; then rows that nobody has announced may have taken its numbers."""
+    path, real = tmp_path / "s", Progress.write
+
+    def killed(self: Progress, done: Mark, planned: Mark) -> None:
+        real(self, done, planned)
+        if done != planned and done.batches:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "write", killed)
+        with pytest.raises(Stop):
+            mnemic.build_store(small(), BYTES, corpus(), path, window=8, batch_size=2, commit_rows=20)
+    with open_store(path) as store:
+        done, planned = Progress(store).read() or pytest.fail("there is no record")
+        assert store.next_id == done.next_id < planned.next_id
+        store.add(np.ones((added, 16)), np.ones(added, int), References.of("a.txt", np.arange(added), "bob"))
+        store.commit()
+        if forgotten:
+            store.delete("bob")
+            store.compact()
+    build(tmp_path / "whole", small(), monkeypatch=monkeypatch)
+    if forgotten and done.next_id + added >= planned.next_id:
+        with pytest.raises(UsageError, match="it cannot go on"):  # whose rows these were nobody can know
+            build(path, small(), monkeypatch=monkeypatch)
+    else:
+        build(path, small(), monkeypatch=monkeypatch)
+        assert own_rows(path) == own_rows(tmp_path / "whole")
+
+
+def test_a_damaged_record_is_reported(tmp_path: Path, monkeypatch: Any) -> None:
+    build(tmp_path / "s", small(), 5, monkeypatch)
+    record = tmp_path / "s/build.json"
+    data = record.read_bytes()
+    flipped = [data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] for at in range(len(data))]
+    nonsense = b"[" * 3000
+    sealed = [xxhash.xxh3_128_hexdigest(text).encode() + b"\n" + text for text in (nonsense, b"3", b'{"done": {}}')]
+    with open_store(tmp_path / "s") as store:
+        for damaged in [*flipped, *sealed, b"", data[:-9], data * 50]:
+            record.write_bytes(damaged)
+            with pytest.raises(DamagedError, match=r"build\.json.* is damaged"):
+                Progress(store).read()
+    with pytest.raises(DamagedError):
+        build(tmp_path / "s", small(), monkeypatch=monkeypatch)
+    record.unlink()
+    (tmp_path / "elsewhere").write_bytes(data)
+    record.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedError, match="no ordinary file"):
+        build(tmp_path / "s", small(), monkeypatch=monkeypatch)
+    record.unlink()
+    build(tmp_path / "whole", small(), monkeypatch=monkeypatch)
+    build(tmp_path / "s", small(), monkeypatch=monkeypatch)  # now the rows say how far it has come
+    assert own_rows(tmp_path / "s") == own_rows(tmp_path / "whole")
+
+
+def test_who_writes_at_the_same_time_is_noticed(tmp_path: Path) -> None:
+    task = Build(small(), BYTES, corpus(), tmp_path / "s", BuildConfig(window=8, batch_size=2))
+    with task.open() as mine, open_store(tmp_path / "s") as other:
+        done = task.done(mine)
+        other.add(np.ones((3, 16)), [1, 2, 3], References.of("other", [0, 1, 2]))
+        other.commit()
+        other.close()
+        with pytest.raises(MnemicError, match="another process has just written"):
+            task.encode(mine, done)
+
+
+def test_without_a_record_rows_of_others_end_a_build(tmp_path: Path, monkeypatch: Any) -> None:
     for count in (1, 18):  # 18: the number of rows of a batch
         path = tmp_path / str(count)
         build(path, small(), 5, monkeypatch)
+        (path / "build.json").unlink()
         with open_store(path) as store:
             store.add(np.ones((count, 16)), np.ones(count, int), References.of("foreign", np.arange(count)))
             store.commit()
@@ -255,7 +381,49 @@ def test_an_interrupted_addition_adds_nothing(tmp_path: Path, monkeypatch: Any) 
         assert again.delete(Where.document("more.txt")) == 0
 
 
+def test_a_failed_replacement_changes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    model, real = small(), mnemic.stores.encode.encode_group
+    (tmp_path / "more.txt").write_text("what was there before")
+    store = mnemic.build_store(model, BYTES, corpus(), tmp_path / "s")
+    add_to_store(store, model, BYTES, str(tmp_path / "more.txt"))
+    before = own_rows(tmp_path / "s")
+    (tmp_path / "more.txt").write_text("abc " * 1000)
+    calls = iter(range(1))
+
+    def failing(*args: Any) -> Any:
+        if next(calls, None) is None:
+            raise Stop
+        return real(*args)
+
+    monkeypatch.setattr(mnemic.stores.encode, "encode_group", failing)
+    with pytest.raises(Stop):
+        add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), batch_size=1, replace=True)
+    with contextlib.suppress(UsageError):  # it is closed
+        store.commit()
+    with open_store(tmp_path / "s") as other:
+        other.delete("nobody")  # the lock is free as well
+        other.commit()
+    assert own_rows(tmp_path / "s") == before
+
+
 # Settings
+
+
+def test_a_namespace_that_no_store_takes_leaves_nothing_behind(tmp_path: Path) -> None:
+    for namespace in ("", "a\0b", "x" * 5000):
+        with pytest.raises(UsageError, match="namespace"):
+            mnemic.build_store(small(), BYTES, corpus(), tmp_path / "s", namespace=namespace)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_recall_below_the_dial_is_said(tmp_path: Path, capsys: Any) -> None:
+    task = Build(small(), BYTES, corpus(), tmp_path / "s", BuildConfig(index="PQ1x4", keys="codes"))
+    task.run().close()
+    assert task.report["recall"] < 0.9
+    said = f"finds {task.report['recall']:.2f} of the true nearest 32 rows, not the 0.95 that was asked for"
+    assert said in capsys.readouterr().err
+    Build(small(), BYTES, corpus(), tmp_path / "t", BuildConfig()).run().close()
+    assert "asked for" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

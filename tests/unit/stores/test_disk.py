@@ -55,8 +55,6 @@ INDEXES = [
     "IVF16,PQ8x4fs",
     "OPQ8,IVF16,PQ8x4fs",
     "PCA8,IVF16,PQ4x4fs",
-    "HNSW16,Flat",
-    "Flat",
 ]
 
 
@@ -356,7 +354,7 @@ def test_what_is_no_store(tmp_path: Path) -> None:
 
 
 def test_large_files_are_checked_where_they_are_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mnemic.stores.disk.columns.SMALL", 0)
+    monkeypatch.setattr("mnemic.stores.disk.columns.CHECKED_WHOLE", 0)
     monkeypatch.setattr("mnemic.stores.disk.columns.BLOCK", 640)  # 10 keys
     store, _ = pair(tmp_path / "s", 200)
     store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import torch
 import mnemic
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import find
+from mnemic.hf.keys import module_path
 from mnemic.stores.build import Reading
 from mnemic.stores.config import Origin
-from mnemic.stores.encode import Encoder, encode_text, module_path
+from mnemic.stores.encode import Encoder, encode_text, what_is_left_out
 from tests.unit.stores.building import BYTES, CAUSAL, TEXTS, built, corpus, everything, small, tiny, tokens_of
 
 LAST_FEED_FORWARD = {
@@ -23,6 +25,7 @@ LAST_FEED_FORWARD = {
     "falcon-alibi": "transformer.h.1.mlp",
     "gpt_neox": "gpt_neox.layers.1.mlp",
     "opt": "model.decoder.layers.1.fc1",
+    "mnemic-sru": "model.layers.1.recurrence",
 }
 
 
@@ -199,3 +202,20 @@ def test_a_text_gets_the_key_of_its_place_in_a_document() -> None:
     assert (chr(found.values[0, 0]), store.get(found.ids[0]).references[0][1]) == (" ", 10)
     cut = encode_text(encoder, BYTES, "the memory", 4)
     np.testing.assert_allclose(cut[0], seen_by(model, encoder.layer, [*b"mory"])[-1], atol=1e-5)
+
+
+# Which text
+
+
+def test_what_a_split_of_plain_files_leaves_out_is_said(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text("x" * 100)
+    read = sum(1 for _ in mnemic.open_corpus(str(tmp_path)).documents("train"))
+    assert 0 < read < 20
+    said = what_is_left_out(tmp_path, "train")
+    assert said == f"{tmp_path}: the split 'train' is read, {read * 5}% of its text; with split = 'all' all of it is"
+    for source, split in ((tmp_path, "all"), ("stdlib", "train"), (corpus(), "train")):
+        assert what_is_left_out(source, split) == ""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/1.txt").write_text("x" * 100)
+    assert "the split 'train' is read, 5% of its text" in what_is_left_out(str(tmp_path), "train")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,14 @@ import numpy as np
 import pytest
 
 import mnemic
+import mnemic.stores.known as known_documents
+from mnemic.cli.store.prune import in_words
+from mnemic.data import tokenize_corpus
 from mnemic.errors import UsageError
-from mnemic.stores import References, Source, Store, StoreConfig, Where, open_store
-from mnemic.stores.prune import Sample, cost, held_out, prune_store, usual_distance, votes
-from tests.unit.stores.building import BYTES, corpus, everything, small
+from mnemic.stores import References, Source, Store, StoreConfig, Where, open_store, prune
+from mnemic.stores.known import documents_in
+from mnemic.stores.prune import SAMPLE, Sample, cost, held_out, prune_store, usual_distance, votes
+from tests.unit.stores.building import BYTES, TEXTS, corpus, everything, small
 
 
 def clustered(metric: str, count: int = 400, seed: int = 0) -> Store:
@@ -49,8 +56,10 @@ def greedy(store: Store, radius: float) -> list[Any]:
         here = np.frombuffer(key, np.float32).astype(float)
         near = [
             other
-            for other, token, _ in kept
-            if token == value and np.linalg.norm(np.frombuffer(other, np.float32) - here) < radius
+            for other, token, (source, _) in kept
+            if token == value
+            and source.namespace == place[0].namespace
+            and np.linalg.norm(np.frombuffer(other, np.float32) - here) < radius
         ]
         if not near:
             kept.append((key, value, place))
@@ -73,7 +82,7 @@ def test_rows_are_merged_by_the_definition(metric: str, closer: float) -> None:
     if closer == 0:
         assert len(expected) == len(before)
     elif closer == 1e9:
-        assert len(expected) == 3, "one of each token"
+        assert len(expected) == 6, "one of each token in each namespace"
     else:
         assert 30 < len(expected) < len(before)
 
@@ -88,8 +97,8 @@ def test_with_few_neighbours_each_row_that_goes_has_one_that_stays_for_it(metric
         if (value, place) not in {row[1:] for row in kept}:
             distances = [
                 np.linalg.norm(np.frombuffer(other, np.float32) - np.frombuffer(key, np.float32))
-                for other, token, _ in kept
-                if token == value
+                for other, token, (source, _) in kept
+                if token == value and source.namespace == place[0].namespace
             ]
             assert min(distances) < radius + 1e-5
 
@@ -97,7 +106,9 @@ def test_with_few_neighbours_each_row_that_goes_has_one_that_stays_for_it(metric
 def test_the_usual_distance_is_that_to_the_nearest_other_row() -> None:
     store = clustered("l2")
     keys = np.stack([np.frombuffer(key, np.float32) for key, _, _ in rows_of(store)]).astype(float)
+    spaces = np.array([source.namespace for _, _, (source, _) in rows_of(store)])
     distances = np.linalg.norm(keys[:, None] - keys, axis=-1) + np.diag(np.full(len(keys), np.inf))
+    distances[spaces[:, None] != spaces] = np.inf
     assert usual_distance(store) == pytest.approx(np.median(distances.min(1)), rel=1e-4)
 
 
@@ -177,3 +188,196 @@ def test_what_cannot_be_pruned() -> None:
     for option in ({"closer": -1.0}, {"k": 0}, {"neighbours": 0}):
         with pytest.raises(UsageError, match=next(iter(option))):
             prune_store(clustered("l2"), "ram:", **option)
+
+
+# Namespaces
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_no_row_stays_for_one_of_another_namespace(kind: str, tmp_path: Path) -> None:
+    keys = np.random.default_rng(0).standard_normal((50, 8))
+    store = open_store("ram:" if kind == "ram" else tmp_path / "whole", StoreConfig(dim=8))
+    for name in ("alice", "bob"):
+        twice = np.r_[np.arange(50), np.arange(10)]
+        store.add(keys[twice], twice, References.of(name, np.arange(60), name))
+    store.commit()
+    assert usual_distance(store) > 0.5, "the same row of another namespace is no neighbour"
+    done = prune_store(store, "ram:" if kind == "ram" else tmp_path / "part", closer=0.1)
+    assert done.report["namespaces"] == {name: {"rows_before": 60, "rows_after": 50} for name in ("alice", "bob")}
+    assert done.store.summary().namespaces == {"alice": 50, "bob": 50}
+    assert done.store.search(keys[:1], 1, "bob").mask.all()
+    done.store.close()
+    store.close()
+
+
+# What is cut short, and what was there before
+
+
+def disk_store(path: Path, rows: int = 60, **settings: Any) -> Store:
+    store = open_store(path, StoreConfig(dim=4, **settings))
+    store.add(np.random.default_rng(0).standard_normal((rows, 4)), np.arange(rows), References.of("a", np.arange(rows)))
+    store.commit()
+    return store
+
+
+KILLED = """
+import os, signal, sys
+from mnemic.stores import known, open_store, prune
+known.BLOCK = 10
+decide, left = prune._decide, [4]
+
+def killed(*arguments):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    decide(*arguments)
+
+prune._decide = killed
+prune.prune_store(open_store(sys.argv[1]), sys.argv[2], commit_rows=10)
+"""
+
+
+def test_killed_it_leaves_nothing_of_that_name_and_can_be_run_again(tmp_path: Path) -> None:
+    store = disk_store(tmp_path / "whole")
+    ended = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "whole", tmp_path / "part"], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not (tmp_path / "part").exists()
+    prune_store(store, tmp_path / "part", closer=0.0).store.close()
+    with open_store(tmp_path / "part") as part:
+        assert len(part) == len(store)
+        assert part.verify() == []
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["part", "whole"]
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "an empty store"])
+def test_broken_off_it_leaves_what_was_there(there: str, tmp_path: Path, monkeypatch: Any) -> None:
+    store, target = disk_store(tmp_path / "whole"), tmp_path / "part"
+    if there == "an empty folder":
+        target.mkdir()
+    elif there == "an empty store":
+        open_store(target, store.config).close()
+    before = sorted(item.name for item in target.iterdir()) if target.exists() else None
+    decide, calls = prune._decide, []
+
+    def broken_off(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        decide(*arguments)
+
+    monkeypatch.setattr(known_documents, "BLOCK", 10)
+    monkeypatch.setattr(prune, "_decide", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        prune_store(store, target, commit_rows=10)
+    after = sorted(item.name for item in target.iterdir()) if target.exists() else None
+    assert [name for name in after or [] if name != "lock"] == [name for name in before or [] if name != "lock"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == (["part", "whole"] if before is not None else ["whole"])
+    done = prune_store(store, target, closer=0.0)
+    assert len(done.store) == 60
+    done.store.close()
+
+
+def test_elsewhere_all_rows_come_in_one_commit(monkeypatch: Any) -> None:
+    monkeypatch.setattr(known_documents, "BLOCK", 10)
+    done = prune_store(clustered("l2"), "ram:", closer=0.0, commit_rows=10)
+    assert done.store.summary().version == 1
+
+
+def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    store, target = disk_store(tmp_path / "whole"), tmp_path / "letters"
+    target.mkdir()
+    (target / "letter.txt").write_text("dear")
+    with pytest.raises(UsageError, match="files that are no store's"):
+        prune_store(store, target)
+    assert (target / "letter.txt").read_text() == "dear"
+    with pytest.raises(UsageError, match="is a file"):
+        prune_store(store, target / "letter.txt")
+    with pytest.raises(UsageError, match="has rows already"):
+        prune_store(store, tmp_path / "whole")
+    assert len(open_store(tmp_path / "whole")) == 60
+
+
+@pytest.mark.parametrize("name", ["model_fingerprint", "memory_fingerprint", "tokenizer_fingerprint", "layer"])
+def test_an_empty_store_for_rows_of_another_model_is_refused(name: str, tmp_path: Path) -> None:
+    store = disk_store(tmp_path / "whole", origin={"model": "A", name: "aaa"})
+    for number, origin in enumerate(({"model": "B", name: "bbb"}, {})):
+        target = tmp_path / f"other {number}"
+        open_store(target, StoreConfig(dim=4, origin=origin)).close()
+        with pytest.raises(UsageError, match=r"made with another|rows with "):
+            prune_store(store, target)
+        with open_store(target) as there:
+            assert (len(there), there.config.origin) == (0, origin)
+    open_store(tmp_path / "same", StoreConfig(dim=4, origin={"model": "renamed", name: "aaa"})).close()
+    with prune_store(store, tmp_path / "same").store as done:
+        assert done.config.origin == store.config.origin
+
+
+# Few rows left
+
+
+@pytest.mark.parametrize("left", [1, 3, 4 * SAMPLE + 50])
+def test_a_store_of_which_most_was_deleted(left: int) -> None:
+    rng = np.random.default_rng(0)
+    store = open_store("ram:", StoreConfig(dim=4, keys="float32"))
+    for name, rows in (("gone", 10_001), ("here", left), ("gone", 10_001)):
+        store.add(rng.standard_normal((rows, 4)), np.arange(rows), References.of(name, np.arange(rows)))
+    store.delete(Where.document("gone"))
+    store.commit()
+    assert (usual_distance(store) > 0) == (left > 1)
+    if left <= SAMPLE:
+        assert len(prune_store(store, "ram:", closer=0.0).store) == left
+
+
+# Held-out text
+
+
+LONG = {
+    f"{number}.txt": f"number {number}: " + "so it was, and so it is, and so it will be. " * 5 for number in range(3)
+}
+
+
+def known(store: Store, texts: dict[str, str]) -> set[str]:
+    tokens = tokenize_corpus(corpus(texts).documents("train"), BYTES)
+    return {tokens.id(number) for number in documents_in(store, tokens)}
+
+
+def test_documents_that_a_store_has_are_recognised() -> None:
+    model = small()
+    store = mnemic.build_store(model, BYTES, corpus({**TEXTS, **LONG}), "ram:", window=8)
+    assert known(store, TEXTS) == set(TEXTS)
+    assert known(store, {"renamed.txt": TEXTS["a.txt"]}) == {"renamed.txt"}
+    assert known(store, {"0.txt": LONG["0.txt"][60:160]}) == {"0.txt"}, "a part of a document"
+    assert known(store, {"a.txt": "the memory reads what another segment wrote"}) == set(), "its name says nothing"
+    assert known(store, {"0.txt": LONG["0.txt"].replace("number", "figure")}) == set()
+
+
+def test_documents_are_recognised_where_rows_are_left_out() -> None:
+    whole = mnemic.build_store(small(), BYTES, corpus(), "ram:", window=8)
+    store = open_store("ram:", whole.config)
+    rows = whole.get(np.arange(0, len(whole), 3))
+    store.add(rows.keys, rows.values, rows.references)
+    store.commit()
+    assert known(store, {"a.txt": TEXTS["a.txt"], "b.txt": "and forgives", "new.txt": "new"}) == {"a.txt"}
+
+
+def test_pieces_are_found_across_the_blocks_of_a_store(monkeypatch: Any) -> None:
+    store = mnemic.build_store(small(), BYTES, corpus(LONG), "ram:", window=8)
+    monkeypatch.setattr(known_documents, "BLOCK", 5)
+    assert known(store, {"other name": LONG["1.txt"]}) == {"other name"}
+
+
+def test_the_cost_is_measured_on_text_that_the_store_does_not_have() -> None:
+    model = small()
+    store = mnemic.build_store(model, BYTES, corpus(), "ram:", window=8)
+    new = "nothing of the kind was ever read"
+    sample = held_out(model, BYTES, store, corpus({**TEXTS, "new.txt": new}), "train")
+    assert sample.left_out == tuple(TEXTS)
+    assert sorted(sample.values.tolist()) == sorted([*new.encode(), BYTES.eos_token_id])
+    done, rows = prune_store(store, "ram:", sample=sample), {"rows_before": 2, "rows_after": 1}
+    assert done.report["held_out"]["left_out"] == list(TEXTS)
+    text = in_words("s", {**done.report, "namespaces": {"a": rows, "b": rows}})
+    assert "not measured on, because the store has it: a.txt, b.txt, c.txt, d.txt (4)" in text
+    assert "contexts of text that the store does not have" in text
+    assert "\n  b: 1 of 2 rows\n" in text
+    with pytest.raises(UsageError, match="has all of tiny, split train"):
+        held_out(model, BYTES, store, corpus(), "train")

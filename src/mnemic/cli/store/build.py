@@ -3,6 +3,9 @@
 Each row is a key (what enters a layer of the model at that position), the token that follows, and a reference to the
 document and position. Documents never see each other. The store remembers its model, tokenizer and text, and refuses
 to be used with others.
+
+With --keys codes the keys are not kept: a row takes a fraction of the space, but only about half of the true nearest
+rows are found (a recall at 32 of 0.5 to 0.6 on keys of real models; `mnemic store info` shows that of a store).
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from typing import Any
 
 from mnemic.cli.options import add_config_options, given
 from mnemic.cli.store.opening import add_store, bytes_in_words, counted, named_model
+from mnemic.errors import UsageError
 
 EXAMPLE = """  mnemic store build python.store stdlib --model runs/a
   mnemic store build wiki.store wikitext-103 --model gpt2 --metric cosine --tokens wiki.tokens
   mnemic store build small.store books/ --model runs/a --max-probability 0.9     leaves out what the model knows
-  mnemic store build codes.store books/ --model gpt2 --keys codes                far smaller, a little less exact"""
+  mnemic store build codes.store books/ --model gpt2 --keys codes                far smaller, far less exact"""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Builds, and prints what the store holds."""
     from mnemic.stores.build import Build, BuildConfig
 
+    if arguments.store.startswith("ram:"):
+        raise UsageError("a store in memory is gone when the command ends: give a folder, or milvus://host:19530/name")
     config = BuildConfig.from_dict(given(arguments, BuildConfig))
     from mnemic.data import open_corpus
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from mnemic.cli.store.opening import add_store, bytes_in_words, counted
+from mnemic.cli.store.opening import add_store, bytes_in_words, counted, printable
 
 if TYPE_CHECKING:
     from mnemic.stores.base import Summary
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         facts = in_words(summary)
         width = max(map(len, facts))
-        print("\n".join(f"{name:{width}}  {value}" for name, value in facts.items()))
+        print("\n".join(f"{name:{width}}  {printable(value)}" for name, value in facts.items()))
     return 0
 
 

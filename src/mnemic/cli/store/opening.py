@@ -63,6 +63,11 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
+def printable(text: str) -> str:
+    """A text without anything that steers a terminal: such characters as they are written in Python."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
 def bytes_in_words(count: float) -> str:
     """A number of bytes as people write it."""
     for unit in ("bytes", "KB", "MB", "GB"):

@@ -24,30 +24,43 @@ def run(arguments: argparse.Namespace) -> int:
     import dataclasses
     import sys
 
-    from mnemic.stores.plan import best, measure, plan
+    from mnemic.stores.plan import CODES, best, checked, measure, plan, widest_of_milvus
 
     try:
         rows = float(arguments.rows)
     except ValueError:
         raise UsageError(f"--rows {arguments.rows}: expected a number, as 5000000 or 1e9") from None
+    checked(rows, arguments.dim)
     print("measuring this machine ...", file=sys.stderr)
     rates = measure(arguments.dim)
     plans = plan(rows, arguments.dim, rates)
     chosen = best(plans)
     if arguments.json:
-        found = {"rates": dataclasses.asdict(rates), "plans": list(map(dataclasses.asdict, plans)), "best": chosen.kind}
-        print(json.dumps(found, indent=2))
+        every = list(map(dataclasses.asdict, plans))
+        kind = chosen.kind if chosen else None
+        print(json.dumps({"rates": dataclasses.asdict(rates), "plans": every, "best": kind}, indent=2))
         return 0
-    head = ("kind", "index", "disk", "memory", "build", "search", "")
+    head = ("kind", "index", "recall", "disk", "memory", "build", "search", "", "")
     lines = [head]
     for one in plans:
         sizes = (bytes_in_words(int(one.disk)), bytes_in_words(int(one.memory)))
         mark = " <- best" if one is chosen else ""
-        lines.append((one.kind, one.index, *sizes, seconds(one.build), seconds(one.search), one.verdict + mark))
+        times = (seconds(one.build), seconds(one.search))
+        setting = one.setting or "what a store chooses by itself"
+        lines.append((one.kind, one.index, one.recall, *sizes, *times, setting, one.verdict + mark))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     for line in lines:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
-    print("build: without making the keys; search: one query, 32 results, a recall of about 0.95")
+    print(
+        "build: without making the keys; search: one query, 32 results; recall: the share of the true 32 that is found"
+    )
+    if any(one.kind == CODES for one in plans):
+        print(
+            f"{CODES}: without keys there is no second look, so the recall is what the store measures, typically far "
+            "below the dial: take them only where the keys do not fit"
+        )
+    if chosen is None:
+        print(f"nothing fits, and Milvus takes keys of up to {widest_of_milvus()} numbers: choose a narrower layer")
     return 0
 
 

@@ -17,6 +17,8 @@ from mnemic.errors import UsageError
 EXAMPLE = """  mnemic store prune python.store smaller.store --closer 0.5
   mnemic store prune python.store smaller.store --held-out notes.txt --split all"""
 
+SHOWN = 5  # documents that are named
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's options."""
@@ -62,9 +64,18 @@ def in_words(path: str, report: dict[str, Any]) -> str:
         f"{path}: {report['rows_after']:,} of {report['rows_before']:,} rows ({left:.0%}), "
         f"{bytes_in_words(report['bytes_after'])} of {bytes_in_words(report['bytes_before'])}"
     ]
-    if held := report.get("held_out"):
+    if len(report["namespaces"]) > 1:
         lines += [
-            f"measured on {held['contexts']:,} contexts that the store has not seen, {held['k']} nearest rows each:",
+            f"  {name}: {rows['rows_after']:,} of {rows['rows_before']:,} rows"
+            for name, rows in report["namespaces"].items()
+        ]
+    if held := report.get("held_out"):
+        if held["left_out"]:
+            shown = ", ".join(held["left_out"][:SHOWN]) + ", ..." * (len(held["left_out"]) > SHOWN)
+            lines.append(f"not measured on, because the store has it: {shown} ({len(held['left_out']):,})")
+        lines += [
+            f"measured on {held['contexts']:,} contexts of text that the store does not have, "
+            f"{held['k']} nearest rows each:",
             f"  the right token is among them   {held['recall_before']:.1%} -> {held['recall_after']:.1%}",
             f"  and gets the most votes         {held['accuracy_before']:.1%} -> {held['accuracy_after']:.1%}",
             f"  the votes go to another token   {held['changed']:.1%}",

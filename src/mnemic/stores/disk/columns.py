@@ -21,7 +21,7 @@ from mnemic.errors import DamagedError
 from mnemic.files import clear_os_errors
 from mnemic.stores.config import StoreConfig
 
-SMALL = 1 << 26  # bytes up to which a file is checked as a whole
+CHECKED_WHOLE = 1 << 26  # bytes up to which a file is checked as a whole
 BLOCK = 1 << 15  # bytes of a block, at most (but at least one row)
 
 
@@ -149,9 +149,11 @@ class Column:
         """All rows, for a file that is checked as a whole."""
         return self._array
 
-    def check_all(self) -> None:
-        """Looks at every block that was not looked at yet."""
-        if self._whole:
+    def check_all(self, anew: bool = False) -> None:
+        """Looks at every block that was not looked at yet; `anew`, at all."""
+        if anew:
+            self._checked[:] = False
+        elif self._whole:
             return
         for block in np.flatnonzero(~self._checked):
             self._check(int(block))
@@ -163,7 +165,7 @@ class Column:
         """Checks the blocks of these rows that were not checked yet."""
         if self._whole:
             return
-        if self.bytes <= SMALL:
+        if self.bytes <= CHECKED_WHOLE:
             self.check_all()
             return
         blocks = rows // self._block_rows

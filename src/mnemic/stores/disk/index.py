@@ -60,17 +60,23 @@ def make(config: StoreConfig, factory: str) -> faiss.Index:
     except RuntimeError as error:
         reason = str(error).rpartition("Error: ")[2]
         raise UsageError(f"index = {factory!r}: FAISS cannot make it for {config.dim} dimensions ({reason})") from None
-    return index if lists_of(index) else faiss.IndexIDMap2(index)
+    inner = faiss.downcast_index(index.index) if isinstance(index, faiss.IndexPreTransform) else index
+    if not isinstance(inner, faiss.IndexIVF) or not isinstance(index, faiss.IndexIVF | faiss.IndexPreTransform):
+        raise UsageError(f"index = {factory!r}: expected auto, exact, or an inverted file as in 'IVF1024,PQ64x4fs'")
+    return index
 
 
 def lists_of(index: faiss.Index) -> int:
-    """The number of lists of an inverted file; 0 for another kind of index."""
-    inverted = faiss.try_extract_index_ivf(index)
-    return int(inverted.nlist) if inverted is not None else 0
+    """The number of lists of an inverted file."""
+    return int(faiss.extract_index_ivf(index).nlist)
 
 
 def _rows_to_train(config: StoreConfig) -> int:
-    return 39 * lists_of(make(config, config.index)) or 1
+    """Rows without which FAISS cannot train an index, or not well."""
+    index = make(config, config.index)
+    inverted = faiss.downcast_index(faiss.extract_index_ivf(index))
+    entries = 2**inverted.pq.nbits if hasattr(inverted, "pq") else 1  # of a codebook
+    return max(39 * inverted.nlist, entries, config.dim if isinstance(index, faiss.IndexPreTransform) else 1)
 
 
 def training_rows(index: faiss.Index) -> int:
@@ -80,13 +86,13 @@ def training_rows(index: faiss.Index) -> int:
 
 def train(index: faiss.Index, keys: Floats) -> None:
     """Trains an index; FAISS's warnings about few points are for those who did not choose their number."""
-    inverted = faiss.try_extract_index_ivf(index)
-    if inverted is not None:
-        inverted = faiss.downcast_index(inverted)
-        inverted.cp.niter, inverted.cp.min_points_per_centroid = 10, 1
-        inverted.cp.max_points_per_centroid = POINTS_PER_LIST
-        if hasattr(inverted, "pq"):
-            inverted.pq.cp.min_points_per_centroid = 1
+    inverted = faiss.downcast_index(faiss.extract_index_ivf(index))
+    inverted.cp.niter, inverted.cp.min_points_per_centroid = 10, 1
+    inverted.cp.max_points_per_centroid = POINTS_PER_LIST
+    if hasattr(inverted, "pq"):
+        inverted.pq.cp.min_points_per_centroid = 1
+    if hasattr(inverted, "do_polysemous_training"):
+        inverted.do_polysemous_training = False  # takes long, and is for a search that is not used here
     turn = faiss.downcast_VectorTransform(index.chain.at(0)) if isinstance(index, faiss.IndexPreTransform) else None
     if not isinstance(turn, faiss.OPQMatrix):
         index.train(keys)
@@ -112,7 +118,7 @@ class Index:
     curve: list[list[float]]
 
     def __post_init__(self) -> None:
-        self.lists, self.rows = lists_of(self.faiss) or 1, int(self.faiss.ntotal)
+        self.lists, self.rows = lists_of(self.faiss), int(self.faiss.ntotal)
         self._parameters: dict[tuple[int, float], Any] = {}
         self._negative = self.config.metric == "l2"
         self._dials: dict[tuple[float, int], tuple[int, int]] = {}
@@ -172,12 +178,9 @@ class Index:
         chosen = (
             {"sel": faiss.IDSelectorBitmap(np.packbits(selection, bitorder="little"))} if selection is not None else {}
         )
-        if not lists_of(self.faiss):
-            made = faiss.SearchParameters(**chosen) if chosen else None
-        else:
-            made = faiss.SearchParametersIVF(nprobe=min(lists, lists_of(self.faiss)), **chosen)
-            if isinstance(self.faiss, faiss.IndexPreTransform):
-                made = faiss.SearchParametersPreTransform(index_params=made)
+        made = faiss.SearchParametersIVF(nprobe=min(lists, self.lists), **chosen)
+        if isinstance(self.faiss, faiss.IndexPreTransform):
+            made = faiss.SearchParametersPreTransform(index_params=made)
         if factor:
             made = faiss.IndexRefineSearchParameters(k_factor=factor, base_index_params=made)
         if selection is None:
@@ -188,7 +191,7 @@ class Index:
 class Exact:
     """A few rows in memory, all of which are looked at."""
 
-    def __init__(self, config: StoreConfig, parts: Iterable[Nearest]) -> None:
+    def __init__(self, config: StoreConfig, parts: Iterable[tuple[Ids, Floats]]) -> None:
         self.config = config
         self._index = faiss.IndexFlat(config.dim, faiss_metric(config))
         ids = [np.empty(0, np.int64)]
@@ -212,7 +215,7 @@ def look_at_all(config: StoreConfig, parts: Iterable[tuple[Ids, Floats]], querie
         found, rows = faiss.knn(queries, np.ascontiguousarray(keys), min(k, len(some)), metric=faiss_metric(config))
         if config.metric == "l2":
             np.negative(found, out=found)
-        ids, scores = best_of([(ids, scores), (some[rows], found)], k)
+        ids, scores = best_of([(ids, scores), (np.where(rows < 0, -1, some[rows]), found)], k)
     return ids, scores
 
 
@@ -274,6 +277,7 @@ def measure(
     truth: Floats,
     rescored: Callable[[Floats, Ids], Floats],
     refinements: tuple[int, ...],
+    depth: int = DEPTH,
 ) -> list[list[float]]:
     """The recall at 32 of ever more lists, and of more candidates where that is not enough: [lists, refine, recall].
 
@@ -281,14 +285,14 @@ def measure(
     rescored: the true scores of candidates. A found row counts if it is truly as near as that one.
     """
     curve: list[list[float]] = []
-    most = lists_of(index.faiss) or 1
+    most = index.lists
     for refine in refinements:
         lists = 1
         while True:
-            ids, _ = index.search(queries[1], (DEPTH + 1) * refine, lists)
+            ids, _ = index.search(queries[1], (depth + 1) * refine, lists)
             scores = rescored(queries[1], ids)
             scores[(ids < 0) | (ids == queries[0][:, None])] = -np.inf
-            best = -np.sort(-scores, 1)[:, :DEPTH]
+            best = -np.sort(-scores, 1)[:, :depth]
             tolerance = 1e-5 * np.abs(truth) + 1e-6 * (1 + np.einsum("nd,nd->n", queries[1], queries[1]))  # float32's
             reached = float((best >= (truth - tolerance)[:, None]).mean())
             gained = reached - curve[-1][2] if lists > 1 else 1.0

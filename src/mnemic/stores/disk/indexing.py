@@ -160,18 +160,17 @@ def _codes_of(lists: Any, number: int) -> Iterator[NDArray[np.uint8]]:
 def sample(snapshot: Snapshot, count: int) -> tuple[Ids, Floats]:
     """Ids and keys of about so many rows, drawn from all over the store, the same ones every time."""
     rng = np.random.default_rng(0)
-    selection, _ = snapshot.selection(Where())
-    total = sum(segment.rows for segment in snapshot.segments if segment.keys is not None)
+    selection, total = snapshot.selection(Where())
     ids, keys = [], []
     for segment in snapshot.segments:
         if segment.keys is None:
             continue
-        share = min(segment.rows, -(-count * segment.rows // total))
-        rows = np.sort(rng.choice(segment.rows, share, replace=False))
-        found = segment.ids_of(rows)
+        there: Any = segment.rows  # or those of them that are not deleted
         if selection is not None:
-            rows, found = rows[selection[found]], found[selection[found]]
-        ids.append(found)
+            there = np.flatnonzero(selection[segment.ids_of(np.arange(segment.rows))])
+        number = segment.rows if selection is None else len(there)
+        rows = np.sort(rng.choice(there, min(number, -(-count * number // total)), replace=False))
+        ids.append(segment.ids_of(rows))
         keys.append(in_type(segment.keys.take(rows).reshape(-1, snapshot.config.dim), np.float32))
     return np.concatenate(ids), np.concatenate(keys)
 
@@ -185,7 +184,7 @@ def recall_of(snapshot: Snapshot, index: Any, factory: str) -> list[list[float]]
     truth = nth_best(snapshot.config, snapshot.key_pieces(), ids, keys, depth)
     kept = snapshot.config.keys != "codes" and compressed(factory)
     searched = Index(index, snapshot.config, [])
-    return measure(searched, (ids, keys), truth, snapshot.rescored, REFINEMENTS if kept else (1,))
+    return measure(searched, (ids, keys), truth, snapshot.rescored, REFINEMENTS if kept else (1,), depth)
 
 
 def write(index: Any, path: Path) -> tuple[int, str]:

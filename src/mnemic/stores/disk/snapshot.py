@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,6 @@ from mnemic.stores.disk.index import (
     Selection,
     best_of,
     faiss_metric,
-    lists_of,
     look_at_all,
     top,
     true_scores,
@@ -36,8 +36,6 @@ CHECKED_AT_ONCE = 1 << 30  # bytes of keys that are checked before the first of 
 CANDIDATES = 1 << 21  # rows that are looked at again at a time
 REMEMBERED = 4  # selections kept ready
 
-Ranges = list[tuple[int, int]]  # (first id, end) of rows
-
 
 def index_path(folder: Path, number: int) -> Path:
     """Where an index is."""
@@ -47,14 +45,21 @@ def index_path(folder: Path, number: int) -> Path:
 class Snapshot:
     """Rows, search and references of one version."""
 
-    def __init__(self, folder: Path, manifest: Manifest, known: Snapshot | None = None) -> None:
-        """Opens all files; segments that `known`, another version, has open already are taken from it."""
+    def __init__(
+        self, folder: Path, manifest: Manifest, known: Snapshot | None = None, without_index: str = ""
+    ) -> None:
+        """Opens all files; segments that `known`, another version, has open already are taken from it.
+
+        `without_index` says why the index cannot be used, if so: all but searches works, and it can be made anew.
+        """
         self.folder, self.manifest, self.config = folder, manifest, manifest.config
         opened = {segment.record: segment for segment in known.segments} if known is not None else {}
         self.segments: list[Segment] = [
             opened.get(record) or Segment(folder, record, self.config) for record in manifest.segments
         ]
-        self._index_file = self._open_index()
+        self.without_index = without_index
+        self._index_file = None if without_index else self._open_index()
+        self._lock = threading.Lock()  # of what is remembered
         self.bytes = 0  # of all its files
         self._exact: dict[tuple[Where, int], Exact] = {}
         self._selections: dict[Where, tuple[Selection | None, int]] = {}
@@ -67,7 +72,9 @@ class Snapshot:
         descriptor = open_inside(path)
         if (size := os.fstat(descriptor).st_size) != record.bytes:
             os.close(descriptor)
-            raise DamagedError(f"{path} has {size} bytes where {record.bytes} belong: it was cut short or exchanged")
+            raise DamagedError(
+                f"{path} has {size} bytes where {record.bytes} belong: it was cut short or exchanged; {self.remedy}"
+            )
         return descriptor
 
     def close(self) -> None:
@@ -80,9 +87,9 @@ class Snapshot:
     def index(self) -> Index | None:
         """The index, read and checked as a whole at its first use."""
         record = self.manifest.index
+        self.check_index()
         if record is None or self._index_file is None:
             return None
-        self.check_index()
         index = faiss.read_index(f"/dev/fd/{self._index_file}")
         if (index.d, index.metric_type, index.ntotal) != (self.config.dim, faiss_metric(self.config), record.rows):
             raise DamagedError(f"{index_path(self.folder, record.file)} does not fit the store: files were exchanged")
@@ -96,6 +103,8 @@ class Snapshot:
 
     def check_index(self) -> None:
         """Compares the index's file with its checksum."""
+        if self.without_index:
+            raise DamagedError(self.without_index)
         record = self.manifest.index
         if record is None or self._index_file is None:
             return
@@ -104,14 +113,14 @@ class Snapshot:
             digest.update(piece)
             place += len(piece)
         if digest.hexdigest() != record.checksum:
-            raise DamagedError(
-                f"{index_path(self.folder, record.file)} is damaged: "
-                + (
-                    "its keys are nowhere else, so copy it back from a backup or build the store again"
-                    if self.config.keys == "codes"
-                    else "`mnemic store compact --rebuild` makes it again from the rows"
-                )
-            )
+            raise DamagedError(f"{index_path(self.folder, record.file)} is damaged: {self.remedy}")
+
+    @property
+    def remedy(self) -> str:
+        """What helps against a damaged index."""
+        if self.config.keys == "codes":
+            return "its keys are nowhere else, so copy it back from a backup or build the store again"
+        return "`mnemic store compact --rebuild` makes it again from the rows"
 
     # Rows
 
@@ -204,19 +213,35 @@ class Snapshot:
         """By id which rows are meant, up to the last row, and how many; None for all rows that there are."""
         if where.everything and not self.manifest.deleted:
             return None, len(self)
-        if where not in self._selections:
-            mask = np.zeros(self.end, np.bool_)
-            for segment in self.segments:
-                met = segment.matching(where.__contains__)
-                bounds = np.r_[segment.runs[:, 0], segment.rows]
-                for (row, first), end in zip(segment.runs.tolist(), bounds[1:].tolist(), strict=True):
-                    mask[first : first + end - row] = met[row:end]
-            for first, count in self.manifest.deleted:
-                mask[first : first + count] = False
-            while len(self._selections) >= REMEMBERED:
-                self._selections.pop(next(iter(self._selections)))
-            self._selections[where] = (mask, int(mask.sum()))
-        return self._selections[where]
+        with self._lock:
+            if (known := self._selections.get(where)) is None:
+                while len(self._selections) >= REMEMBERED:
+                    self._selections.pop(next(iter(self._selections)))
+                known = self._selections[where] = self._select(where)
+        return known
+
+    def _select(self, where: Where) -> tuple[Selection, int]:
+        mask = np.zeros(self.end, np.bool_)
+        for segment in self.segments:
+            met = segment.matching(where.__contains__)
+            bounds = np.r_[segment.runs[:, 0], segment.rows]
+            for (row, first), end in zip(segment.runs.tolist(), bounds[1:].tolist(), strict=True):
+                mask[first : first + end - row] = met[row:end]
+        for first, count in self.manifest.deleted:
+            mask[first : first + count] = False
+        return mask, int(mask.sum())
+
+    def forgotten_names(self) -> set[str]:
+        """The documents and namespaces that have rows here, all of which are deleted."""
+        selection, _ = self.selection(Where())
+        known, left = set[Source](), set[Source]()
+        for segment in self.segments:
+            rows = np.arange(segment.rows)
+            if selection is not None:
+                rows = rows[selection[segment.ids_of(rows)]]
+            known |= set(segment.sources)
+            left |= {segment.sources[number] for number in np.unique(segment.sources_of(rows)).tolist()}
+        return {name for source in known for name in source} - {name for source in left for name in source}
 
     def key_pieces(self, where: Where = Where(), first_id: int = 0) -> Iterator[tuple[Ids, Floats]]:  # noqa: B008
         """Ids and keys of the rows that are meant and have an id of at least `first_id`, in order."""
@@ -241,7 +266,7 @@ class Snapshot:
         if not count:
             return nothing(len(queries), k)
         index, record = self.index, self.manifest.index
-        if index is None or record is None or (selection is not None and self._better_without(index, where, count)):
+        if index is None or record is None or (selection is not None and self._better_without(where, count)):
             return self._found(*self._look_at(where, 0, queries, k), k)
         ids, scores = self._ask_index(index, queries, k, selection, recall)
         if record.end == self.manifest.next_id and np.count_nonzero(mask := ids >= 0) == len(queries) * k:
@@ -251,12 +276,9 @@ class Snapshot:
             ids, scores = best_of([(ids, scores), self._look_at(where, record.end, queries, k)], k)
         return self._found(ids, scores, k)
 
-    def _better_without(self, index: Index, where: Where, count: int) -> bool:
-        """Whether few rows are meant; or some are left out, which an index other than an inverted file does badly."""
-        if self.config.keys == "codes":
-            return False
-        few = not where.everything and count * self.config.dim * 4 <= EXACT_BYTES
-        return few or not lists_of(index.faiss)
+    def _better_without(self, where: Where, count: int) -> bool:
+        """Whether so few rows are meant that it is best to look at them all."""
+        return self.config.keys != "codes" and not where.everything and count * self.config.dim * 4 <= EXACT_BYTES
 
     def _look_at(self, where: Where, first_id: int, queries: Floats, k: int) -> Nearest:
         """The nearest by looking at every row from `first_id` on; a few rows are kept ready for the next time."""
@@ -265,17 +287,20 @@ class Snapshot:
         if min(rows, count) * self.config.dim * 4 > EXACT_BYTES:
             return look_at_all(self.config, self.key_pieces(where, first_id), queries, k)
         name = (where, first_id)
-        if name not in self._exact:
-            while len(self._exact) >= REMEMBERED:
-                self._exact.pop(next(iter(self._exact)))
-            self._exact[name] = Exact(self.config, self.key_pieces(where, first_id))
-        return self._exact[name].search(queries, k)
+        if (known := self._exact.get(name)) is None:
+            known = Exact(self.config, self.key_pieces(where, first_id))
+            with self._lock:
+                while len(self._exact) >= REMEMBERED:
+                    self._exact.pop(next(iter(self._exact)))
+                self._exact[name] = known
+        return known.search(queries, k)
 
     def _ask_index(
         self, index: Index, queries: Floats, k: int, selection: Selection | None, recall: float, more: int = 1
     ) -> Nearest:
         """The nearest of the rows that the index covers, in `more` times as many lists as that usually takes."""
-        if not index.rows:
+        k = min(k, index.rows)
+        if not k:
             return np.empty((len(queries), 0), np.int64), np.empty((len(queries), 0), np.float32)
         lists, refine = index.dial(recall, k)
         if refine == 1:

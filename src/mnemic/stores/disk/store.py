@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from numpy.typing import NDArray
 from mnemic.errors import DamagedError, MnemicError, UsageError
 from mnemic.files import TEMPORARY, clear_os_errors, fsync, lock, remove_unfinished
 from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store, Summary, Where
-from mnemic.stores.config import StoreConfig
+from mnemic.stores.config import StoreConfig, without_names
 from mnemic.stores.disk import indexing
 from mnemic.stores.disk import manifest as manifests
 from mnemic.stores.disk.manifest import Manifest, SegmentRecord
+from mnemic.stores.disk.opening import files_of, open_version
 from mnemic.stores.disk.ranges import joined, ranges_of
-from mnemic.stores.disk.segments import COLUMNS, Segment, SegmentWriter, file_of, groups, remove
-from mnemic.stores.disk.snapshot import Snapshot, index_path
+from mnemic.stores.disk.segments import Segment, SegmentWriter, groups, remove
+from mnemic.stores.disk.snapshot import Snapshot
 
 SMALL = 1 << 16  # rows up to which segments are merged as they come
 MERGED = 1 << 24  # rows up to which `compact` puts them together
@@ -46,7 +48,7 @@ class DiskStore(Store):
                     f"no store at {self.folder}: build one with `mnemic store build`, or give its settings"
                 )
             self._create(config)
-        self._snapshot = self._open(version)
+        self._snapshot = open_version(self.folder, version)
         self.config = self._snapshot.config
 
     def _is_store(self) -> bool:
@@ -78,25 +80,6 @@ class DiskStore(Store):
         finally:
             self._let_go()
 
-    def _open(self, version: int | None = None, known: Snapshot | None = None) -> Snapshot:
-        """The newest version, or that one. Files may go while we look, if someone compacts the store: look again."""
-        for _ in range(100):
-            there = manifests.versions(self.folder)
-            if version is not None and version not in there:
-                raise UsageError(f"{self.folder} has no version {version}: it has {', '.join(map(str, there))}")
-            newest = there[-1] if version is None else version
-            try:
-                snapshot = Snapshot(self.folder, manifests.read(self.folder, newest), known)
-                snapshot.bytes = sum(path.stat().st_size for path in self._files(snapshot.manifest))
-                return snapshot
-            except FileNotFoundError as error:
-                if manifests.versions(self.folder) == there:
-                    raise DamagedError(
-                        f"{error.filename} is missing: copy it back from a backup, or open an older version "
-                        f"(there are {', '.join(map(str, there))})"
-                    ) from None
-        raise MnemicError(f"{self.folder} changes faster than it can be opened: try again")
-
     # Reading
 
     @property
@@ -118,8 +101,13 @@ class DiskStore(Store):
         return self._snapshot.get(ids)
 
     def refresh(self) -> int:
-        if not self._fixed and manifests.versions(self.folder)[-1] != self.version:
-            self._turn_to(self._open(known=self._snapshot))
+        self._check_open()
+        try:
+            newest = manifests.versions(self.folder)[-1]
+        except (OSError, IndexError):
+            raise DamagedError(f"{self.folder} is gone or empty: the store was moved or removed") from None
+        if not self._fixed and newest != self.version:
+            self._turn_to(open_version(self.folder, known=self._snapshot))
         return self.version
 
     def _turn_to(self, snapshot: Snapshot) -> None:
@@ -145,21 +133,11 @@ class DiskStore(Store):
         counts = (len(self), len(documents), dict(sorted(namespaces.items())))
         return Summary(self.address, self.version, *counts, self.config, index, self._snapshot.bytes)
 
-    def _files(self, manifest: Manifest) -> list[Path]:
-        """The files that a version needs."""
-        files = [manifests.path_of(self.folder, manifest.version)]
-        for record in manifest.segments:
-            names = [*(name for name in COLUMNS if name != "keys" or record.keys), "sums"]
-            files += [file_of(self.folder, record.file, name) for name in names]
-        if manifest.index is not None:
-            files.append(index_path(self.folder, manifest.index.file))
-        return files
-
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Reads every byte of this version; what is wrong, one sentence each."""
         checks: list[Callable[[], object]] = [self._snapshot.check_index]
         for segment in self._snapshot.segments:
-            checks += [column.check_all for column in segment.columns()]
+            checks += [lambda column=column: column.check_all(anew=True) for column in segment.columns()]  # type: ignore[misc]
             checks += [lambda segment=segment: (segment.spans, segment.runs)]  # type: ignore[misc]
         checks.append(lambda: self._snapshot.locate(np.zeros(1, np.int64)))
         problems = []
@@ -185,6 +163,7 @@ class DiskStore(Store):
         self._held = False
 
     def _begin(self) -> None:
+        self._check_open()
         if self._fixed:
             raise UsageError(f"{self.folder} was opened at version {self.version}: open the newest one to write")
         if self._held:
@@ -221,7 +200,7 @@ class DiskStore(Store):
         """Turns to what a commit published that was broken off right after; nothing of it is pending any more."""
         if self._publishing:
             if manifests.versions(self.folder)[-1] != self.version:
-                self._turn_to(self._open(known=self._snapshot))
+                self._turn_to(open_version(self.folder, known=self._snapshot))
                 self._nothing_pending()
             self._publishing = False
 
@@ -239,8 +218,7 @@ class DiskStore(Store):
         self._writer.append(keys, values, references.positions, references.sources, references.which, ids)
         return ids
 
-    def delete(self, where: Where | str | Iterable[str]) -> int:
-        where = Where.of(where)
+    def _delete(self, where: Where) -> int:
         self._begin()
         before, next_id = self._marked(), self._snapshot.manifest.next_id
         selection, _ = self._snapshot.selection(where)
@@ -261,6 +239,7 @@ class DiskStore(Store):
         return sum(end - first for first, end in self._deleted)
 
     def commit(self, index: bool = True) -> int:
+        self._check_open()
         self._catch_up()
         if self._writer is None and not self._deleted:
             if index and not self._fixed and indexing.due(self._snapshot):
@@ -295,7 +274,7 @@ class DiskStore(Store):
         """Writes the next manifest and turns to it."""
         self._publishing = True
         manifests.write(self.folder, self._snapshot.manifest.replaced(**changes))
-        self._turn_to(self._open(known=self._snapshot))
+        self._turn_to(open_version(self.folder, known=self._snapshot))
         self._nothing_pending()
         self._publishing = False
 
@@ -347,7 +326,9 @@ class DiskStore(Store):
                 number += 1
         if manifest.deleted or segments != manifest.segments:
             fsync(self.folder)
-            self._publish(segments=segments, deleted=[], index=index, next_file=number)
+            config = without_names(manifest.config, self._snapshot.forgotten_names())
+            self._publish(segments=segments, deleted=[], index=index, next_file=number, config=config)
+            self.config = dataclasses.replace(config, recall=self.config.recall)
 
     def _rewritten(self, progress: Callable[[int, int], None] | None) -> tuple[list[SegmentRecord], int]:
         """The segments without deleted rows, small ones put together, and the next number for a file."""
@@ -375,7 +356,7 @@ class DiskStore(Store):
             if version < self.version:
                 self._remove(manifests.path_of(self.folder, version).name)
         fsync(self.folder)
-        needed = {path.name for path in self._files(self._snapshot.manifest)}
+        needed = {path.name for path in files_of(self.folder, self._snapshot.manifest)}
         for name in os.listdir(self.folder):
             if _FILE.fullmatch(name) and name not in needed:
                 self._remove(name)
@@ -390,7 +371,7 @@ class DiskStore(Store):
             self._writer.abandon()
         self._writer, self._deleted = None, []
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._drop_pending()
         self._snapshot.close()
         self._let_go()

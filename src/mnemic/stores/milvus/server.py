@@ -55,6 +55,8 @@ class Server:
         parts = _ADDRESS.fullmatch(address)
         if not parts:
             raise UsageError(f"{address!r}: expected milvus://host:19530/name, the name of letters, digits and _")
+        if int(parts[2] or 0) > 65535:
+            raise UsageError(f"{address!r}: a port is a number up to 65535")
         if not timeout > 0:
             raise UsageError(f"timeout = {timeout!r}: expected a number of seconds")
         self.collection = parts[3]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ class MilvusStore(Store):
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         return self._snapshot.verify(progress)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         self._waiting = []
         self._server.close()
 
@@ -170,8 +170,7 @@ class MilvusStore(Store):
             self._write()
         return ids
 
-    def delete(self, where: Where | str | Iterable[str]) -> int:
-        where = Where.of(where)
+    def _delete(self, where: Where) -> int:
         left = [waiting.without(where) for waiting in self._waiting]
         met = sum(len(waiting.ids) for waiting in self._waiting) - sum(len(waiting.ids) for waiting in left)
         names = self._snapshot.names
