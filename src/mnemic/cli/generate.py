@@ -84,7 +84,7 @@ def continue_text(model: Any, tokenizer: Any, prompt: str, config: GenerateConfi
     from mnemic.train.objectives import check_vocabulary, model_kind
 
     if model_kind(model) != "causal":
-        raise UsageError(f"{type(model).__name__} is a masked model, which does not generate text: give a causal one")
+        raise UsageError(f"{type(model).__name__} does not continue a text: give a causal model")
     check_vocabulary(model, tokenizer)
     start, end = start_and_end(tokenizer)
     ids = torch.tensor([[start, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])

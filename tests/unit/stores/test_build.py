@@ -417,7 +417,7 @@ def test_a_namespace_that_no_store_takes_leaves_nothing_behind(tmp_path: Path) -
 
 
 def test_a_recall_below_the_dial_is_said(tmp_path: Path, capsys: Any) -> None:
-    task = Build(small(), BYTES, corpus(), tmp_path / "s", BuildConfig(index="PQ1x4", keys="codes"))
+    task = Build(small(), BYTES, corpus(), tmp_path / "s", BuildConfig(index="IVF1,PQ1x4", keys="codes"))
     task.run().close()
     assert task.report["recall"] < 0.9
     said = f"finds {task.report['recall']:.2f} of the true nearest 32 rows, not the 0.95 that was asked for"

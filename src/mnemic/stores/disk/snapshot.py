@@ -211,8 +211,8 @@ class Snapshot:
 
     def selection(self, where: Where) -> tuple[Selection | None, int]:
         """By id which rows are meant, up to the last row, and how many; None for all rows that there are."""
-        if where.everything and not self.manifest.deleted:
-            return None, len(self)
+        if not self.manifest.deleted and where.everything:
+            return None, self._rows
         with self._lock:
             if (known := self._selections.get(where)) is None:
                 while len(self._selections) >= REMEMBERED:
