@@ -10,8 +10,7 @@ from mnemic.evaluate.config import EvaluateConfig
 
 EXAMPLE = """  mnemic evaluate runs/a stdlib
   mnemic evaluate runs/a book.txt --split test --json
-  mnemic evaluate runs/a docs/ --memory output:local=false,external=docs.store,similarity=distance,\
-joint=false,training=none,weight=0.25"""
+  mnemic evaluate runs/a docs/ --memory output:external=docs.store,weight=0.25"""
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -269,8 +269,7 @@ class Store(ABC):
             raise UsageError(f"{what} are no numbers: expected an array (n, {self.config.dim})") from None
         if vectors.ndim != 2 or vectors.shape[1] != self.config.dim:
             raise UsageError(f"{what} of shape {vectors.shape}: expected (n, {self.config.dim}), a vector in each row")
-        flat = vectors.reshape(-1)
-        if not math.isfinite(flat.dot(flat)):  # a fast first look: undefined if any number is
+        if not math.isfinite(np.vdot(vectors, vectors)):  # a fast first look: undefined if any number is
             if not np.isfinite(vectors).all():
                 raise UsageError(f"{what} hold infinite or undefined numbers: look where they come from")
             if self.config.metric != "cosine" and not np.isfinite(np.einsum("nd,nd->n", vectors, vectors)).all():

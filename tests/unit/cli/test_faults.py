@@ -174,7 +174,7 @@ def test_a_tokenizer_that_does_not_fit_the_model(tmp_path: Path, corpus: Path, c
 def test_a_masked_model_does_not_generate(tmp_path: Path, capsys) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     folder = plain_model(tmp_path / "bert", BertForMaskedLM, BertConfig(vocab_size=259, **shape))
-    fails(capsys, 2, "BertForMaskedLM is a masked model, which does not gen", arguments=["generate", folder, "abc"])
+    fails(capsys, 2, "BertForMaskedLM does not continue a text: give a causal", arguments=["generate", folder, "abc"])
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "generate"])

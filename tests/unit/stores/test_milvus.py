@@ -516,7 +516,7 @@ def test_a_server_that_stops_stands_still_and_comes_back(tmp_path: Path, monkeyp
         assert_same_answers(one, exact, queries(), 60)
         assert_whole(one)
         one.close()
-        with pytest.raises(UsageError, match="this store is closed"):
+        with pytest.raises(UsageError, match="is closed: open it again"):
             one.search(queries(), 1)
     finally:
         stop(keeper)
