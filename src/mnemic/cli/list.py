@@ -86,6 +86,23 @@ def _decoder() -> Rows:
     return _settings("decoder", {name: help[name] for name in kinds}, kinds, MnemicDecoderConfig())
 
 
+def _sru() -> Rows:
+    from mnemic.cli.loading import settings_of
+    from mnemic.models import MnemicSRUConfig
+
+    kinds, help = settings_of(MnemicSRUConfig), MnemicSRUConfig.help()
+    return _settings("sru", {name: help[name] for name in kinds}, kinds, MnemicSRUConfig())
+
+
+def _presets() -> Rows:
+    from mnemic.models.presets import PRESETS
+
+    return {
+        f"preset:{name}": f"{kind.model_type}: " + ", ".join(f"{key} = {value}" for key, value in settings.items())
+        for name, (kind, settings) in PRESETS.items()
+    }
+
+
 def _train(name: str) -> Rows:
     from mnemic.train import config
 
@@ -103,6 +120,8 @@ SECTIONS: dict[str, Callable[[], Rows]] = {
     "corpora": _corpora,
     "architectures": _architectures,
     "decoder": _decoder,
+    "sru": _sru,
+    "presets": _presets,
     "objectives": lambda: _train("OBJECTIVES"),
     "schedules": lambda: _train("SCHEDULES"),
     "optimizers": lambda: _train("OPTIMIZERS"),
