@@ -26,7 +26,7 @@ CACHED = 1 << 20  # numbers of keys that are scored at a time
 SAMPLE = 64  # queries with which recall is measured
 DEPTH = 32  # the rows of each that should be found
 REFINEMENTS = (4, 16, 64)  # candidates looked at again with true distances, for each result asked for
-MARGIN = 0.5  # of what lacks to 1: the store's own rows, with which recall is measured, are found better than others
+MARGIN = 0.7  # of what lacks to 1: the store's own rows, with which recall is measured, are found better than others
 POINTS_PER_LIST = 64  # rows that train a list
 
 Nearest = tuple[Ids, Floats]  # (queries, k) each, best first; id -1 and score -inf where there is nothing
