@@ -14,7 +14,7 @@ import xxhash
 
 from mnemic.data.pairs import Pair
 from mnemic.data.shuffle import shuffled
-from mnemic.data.streams import IGNORED
+from mnemic.data.streams import IGNORED, check_settings
 from mnemic.data.tokenized import TokenizedCorpus, tokenize_corpus
 from mnemic.errors import DamagedError, UsageError
 
@@ -127,13 +127,7 @@ class PairBatches:
         world_size: int = 1,
         order: Order | None = None,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("segment_length", segment_length), ("world_size", world_size)):
-            if value < 1:
-                raise UsageError(f"{name} = {value}: expected at least 1")
-        if epochs is not None and epochs < 1:
-            raise UsageError(f"epochs = {epochs}: expected at least 1, or None for an endless stream")
-        if not 0 <= rank < world_size:
-            raise UsageError(f"rank = {rank}: expected 0 to {world_size - 1} in a world of {world_size}")
+        check_settings(epochs, rank, batch_size=batch_size, segment_length=segment_length, world_size=world_size)
         self.pairs = pairs
         self.segment_length = segment_length
         self.seed = seed

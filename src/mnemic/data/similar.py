@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from tqdm import tqdm
 
 from mnemic.data.shuffle import shuffled
-from mnemic.data.streams import IGNORED
+from mnemic.data.streams import IGNORED, check_settings, empty_batch
 from mnemic.data.tokenized import TokenizedCorpus
 from mnemic.errors import UsageError
 from mnemic.files import write_bytes
@@ -60,13 +60,7 @@ class SimilarSegments:
         world_size: int = 1,
     ) -> None:
         sizes = {"batch_size": batch_size, "segment_length": segment_length, "k": k, "world_size": world_size}
-        for name, value in sizes.items():
-            if value < 1:
-                raise UsageError(f"{name} = {value}: expected at least 1")
-        if epochs is not None and epochs < 1:
-            raise UsageError(f"epochs = {epochs}: expected at least 1, or None for an endless stream")
-        if not 0 <= rank < world_size:
-            raise UsageError(f"rank = {rank}: expected 0 to {world_size - 1} in a world of {world_size}")
+        check_settings(epochs, rank, **sizes)
         self.corpus = corpus
         self.batch_size = batch_size
         self.segment_length = segment_length
@@ -99,13 +93,7 @@ class SimilarSegments:
         if epoch != self._epoch:
             self._epoch, self._chain = epoch, self._lay_chain(epoch)
         self._next += 1
-        shape = self.batch_size, self.segment_length
-        batch = {
-            "input_ids": np.full(shape, self.corpus.end_token, np.int64),
-            "targets": np.full(shape, IGNORED, np.int64),
-            "document_starts": np.zeros(shape, np.bool_),
-            "attention_mask": np.zeros(shape, np.int64),
-        }
+        batch = empty_batch(self.batch_size, self.segment_length, self.corpus.end_token)
         place = shuffled(number, self.batches_per_epoch, self.seed, 2 * epoch + 1)
         whole = self._chain[place * self._row_count : (place + 1) * self._row_count]
         for row, segment in enumerate(whole[self._first_row : self._first_row + self.batch_size].tolist()):

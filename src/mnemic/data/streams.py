@@ -25,6 +25,28 @@ class _Stretch(NamedTuple):
     stop: int
 
 
+def check_settings(epochs: int | None, rank: int, **sizes: int) -> None:
+    """Refuses settings of batches that cannot be; `world_size` is one of the sizes."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise UsageError(f"{name} = {value}: expected at least 1")
+    if epochs is not None and epochs < 1:
+        raise UsageError(f"epochs = {epochs}: expected at least 1, or None for an endless stream")
+    if not 0 <= rank < sizes["world_size"]:
+        raise UsageError(f"rank = {rank}: expected 0 to {sizes['world_size'] - 1} in a world of {sizes['world_size']}")
+
+
+def empty_batch(rows: int, length: int, end_token: int) -> dict[str, np.ndarray]:
+    """Rows of padding, to be written to."""
+    shape = rows, length
+    return {
+        "input_ids": np.full(shape, end_token, np.int64),
+        "targets": np.full(shape, IGNORED, np.int64),
+        "document_starts": np.zeros(shape, np.bool_),
+        "attention_mask": np.zeros(shape, np.int64),
+    }
+
+
 class DocumentStreams:
     """An endless (or with `epochs` finite) iterator of batches in which each row reads one document after the other.
 
@@ -53,13 +75,7 @@ class DocumentStreams:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("segment_length", segment_length), ("world_size", world_size)):
-            if value < 1:
-                raise UsageError(f"{name} = {value}: expected at least 1")
-        if epochs is not None and epochs < 1:
-            raise UsageError(f"epochs = {epochs}: expected at least 1, or None for an endless stream")
-        if not 0 <= rank < world_size:
-            raise UsageError(f"rank = {rank}: expected 0 to {world_size - 1} in a world of {world_size}")
+        check_settings(epochs, rank, batch_size=batch_size, segment_length=segment_length, world_size=world_size)
         self.corpus = corpus
         self.batch_size = batch_size
         self.segment_length = segment_length
@@ -79,13 +95,7 @@ class DocumentStreams:
     def __next__(self) -> dict[str, torch.Tensor]:
         import torch
 
-        shape = self.batch_size, self.segment_length
-        batch = {
-            "input_ids": np.full(shape, self.corpus.end_token, np.int64),
-            "targets": np.full(shape, IGNORED, np.int64),
-            "document_starts": np.zeros(shape, np.bool_),
-            "attention_mask": np.zeros(shape, np.int64),
-        }
+        batch = empty_batch(self.batch_size, self.segment_length, self.corpus.end_token)
         filled = [self._fill(row, batch) for row in range(len(self._rows))]
         if not any(filled):
             raise StopIteration

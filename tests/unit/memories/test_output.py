@@ -257,6 +257,12 @@ def test_training_starts_without_memory() -> None:
 # Long-term memory
 
 
+def test_only_testing_carries_a_long_term_memory() -> None:
+    model = augmented(long=5)
+    assert model.memory.new_state(2).keys() == {"output"}
+    assert model.train().memory.new_state(2) == {}
+
+
 def corpus(*texts: str) -> Corpus:
     return Corpus("given", {"valid": lambda: [Document(str(n), text) for n, text in enumerate(texts)]})
 

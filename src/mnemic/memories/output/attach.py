@@ -93,7 +93,7 @@ class Attached(Handle):
         self._plain = step <= self.config.plain_start * steps
 
     def new_state(self, rows: int) -> LongTerm | None:
-        return LongTerm(self.config.long, rows) if self.config.long else None
+        return LongTerm(self.config.long, rows) if self.config.long and not self.training else None
 
     # The losses of given targets
 
