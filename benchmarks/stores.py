@@ -188,7 +188,7 @@ def compared(
     for count in QUERIES:
         for k in DEPTHS:
             some = queries[:count]
-            repeats = options.repeats if count * k > 100_000 else options.repeats * 20
+            repeats = options.repeats * (1 if count * k > 100_000 else 20 if count > 1 else 100)
             ours, theirs = turns(
                 repeats, lambda some=some, k=k: store.search(some, k), lambda some=some, k=k: raw(some, k)
             )

@@ -261,8 +261,8 @@ class Store(ABC):
 
     def _vectors(self, vectors: Any, what: str) -> Floats:
         """Vectors (n, dim) in float32, checked, and of length 1 where the metric is the cosine."""
-        if hasattr(vectors, "detach"):  # a torch tensor; bfloat16 has no counterpart in numpy
-            vectors = vectors.detach().float().cpu().numpy()
+        if not isinstance(vectors, np.ndarray) and hasattr(vectors, "detach"):  # a torch tensor
+            vectors = vectors.detach().float().cpu().numpy()  # numpy has no bfloat16
         try:
             vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         except (TypeError, ValueError):

@@ -93,6 +93,33 @@ def test_scores_are_true_where_keys_are_kept(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
+@pytest.mark.parametrize("factory", INDEXES)
+def test_the_same_search_again_finds_the_same(
+    tmp_path: Path, factory: str, metric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mnemic.stores.disk.snapshot.CANDIDATES", 640)
+    store, _ = pair(tmp_path / "s", index=factory, metric=metric)
+    queries = clustered(20, seed=1)
+    for k, dial in ((1, 0.5), (10, 0.5), (10, 1.0), (1900, 0.5)):
+        first = store.search(queries, k, recall=dial)
+        for some in (queries, queries[:1], queries[7:8]):  # all at once or one by one, as prepared by the first
+            start = np.flatnonzero((queries == some[0]).all(1))[0]
+            for column, wanted in zip(store.search(some, k, recall=dial), first, strict=True):
+                assert column.dtype == wanted.dtype
+                np.testing.assert_array_equal(column, wanted[start : start + len(some)])
+    nearest = store.search(queries[:1], 1, recall=1.0)
+    store.add(queries[:1], [5], references(1))
+    assert store.search(queries[:1], 1, recall=1.0).ids == nearest.ids, "not committed yet"
+    store.commit()
+    if metric != "ip":
+        assert store.search(queries[:1], 1, recall=1.0).ids == [[2000]]
+    store.delete(Where())
+    store.commit()
+    assert not store.search(queries[:1], 1, recall=1.0).mask.any()
+    store.close()
+
+
 def test_the_dial(tmp_path: Path) -> None:
     store, exact = pair(tmp_path / "s", 6000, index="IVF64,Flat")
     curve = store.summary().index["curve"]

@@ -30,6 +30,7 @@ MARGIN = 0.7  # of what lacks to 1: the store's own rows, with which recall is m
 POINTS_PER_LIST = 64  # rows that train a list
 
 Nearest = tuple[Ids, Floats]  # (queries, k) each, best first; id -1 and score -inf where there is nothing
+Searcher = Callable[[Floats], Nearest]
 Selection = NDArray[np.bool_]  # by id: which rows may be found
 
 
@@ -119,8 +120,6 @@ class Index:
 
     def __post_init__(self) -> None:
         self.lists, self.rows = lists_of(self.faiss), int(self.faiss.ntotal)
-        self._parameters: dict[tuple[int, float], Any] = {}
-        self._negative = self.config.metric == "l2"
         self._dials: dict[tuple[float, int], tuple[int, int]] = {}
         self._refined: Any = None
 
@@ -156,25 +155,30 @@ class Index:
 
     def search(self, queries: Floats, k: int, lists: int, selection: Selection | None = None) -> Nearest:
         """The nearest rows by the index's own scores."""
-        return self._signed(self.faiss, queries, k, self._search_parameters(lists, selection))
+        return self.searcher(k, lists, selection)(queries)
 
-    def search_twice(
-        self, keys: Any, queries: Floats, k: int, lists: int, selection: Selection | None, candidates: int
-    ) -> Nearest:
-        """The nearest of so many candidates by their `keys`, an index of FAISS in which rows have their ids."""
-        if self._refined is None:
-            self._refined = faiss.IndexRefine(self.faiss, keys)
-        return self._signed(self._refined, queries, k, self._search_parameters(lists, selection, candidates / k))
+    def searcher(
+        self, k: int, lists: int, selection: Selection | None = None, candidates: int = 0, keys: Any = None
+    ) -> Searcher:
+        """A search with these settings, without what FAISS's Python side makes and checks each time.
 
-    def _signed(self, index: Any, queries: Floats, k: int, parameters: Any) -> Nearest:
-        """FAISS's search without what its Python side checks once more."""
-        scores, ids = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
-        index.search_c(len(queries), swig_ptr(queries), k, swig_ptr(scores), swig_ptr(ids), parameters)
-        return ids, np.negative(scores, scores) if self._negative else scores
+        With `candidates`, so many rows are compared once more by `keys`, an index of FAISS with rows numbered by id.
+        """
+        index = self.faiss
+        if candidates:
+            index = self._refined = self._refined or faiss.IndexRefine(self.faiss, keys)
+        parameters = self._search_parameters(lists, selection, candidates / k)
+        ask, negative = index.search_c, self.config.metric == "l2"
 
-    def _search_parameters(self, lists: int, selection: Selection | None, factor: float = 0) -> Any:
-        if selection is None and (lists, factor) in self._parameters:
-            return self._parameters[lists, factor]
+        def search(queries: Floats) -> Nearest:
+            count = len(queries)
+            scores, ids = np.empty((count, k), np.float32), np.empty((count, k), np.int64)
+            ask(count, swig_ptr(queries), k, swig_ptr(scores), swig_ptr(ids), parameters)
+            return ids, -scores if negative else scores
+
+        return search
+
+    def _search_parameters(self, lists: int, selection: Selection | None, factor: float) -> Any:
         chosen = (
             {"sel": faiss.IDSelectorBitmap(np.packbits(selection, bitorder="little"))} if selection is not None else {}
         )
@@ -183,8 +187,6 @@ class Index:
             made = faiss.SearchParametersPreTransform(index_params=made)
         if factor:
             made = faiss.IndexRefineSearchParameters(k_factor=factor, base_index_params=made)
-        if selection is None:
-            self._parameters[lists, factor] = made
         return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -15,13 +16,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from mnemic.errors import DamagedError, UsageError
-from mnemic.stores.base import Floats, Found, Ids, References, Rows, Source, Where, nothing
+from mnemic.stores.base import EVERYTHING, Floats, Found, Ids, References, Rows, Source, Where, nothing
 from mnemic.stores.disk.columns import Column, in_type, open_inside
 from mnemic.stores.disk.index import (
     EXACT_BYTES,
     Exact,
     Index,
     Nearest,
+    Searcher,
     Selection,
     best_of,
     faiss_metric,
@@ -35,6 +37,7 @@ from mnemic.stores.disk.segments import Segment, key_type, pieces
 CHECKED_AT_ONCE = 1 << 30  # bytes of keys that are checked before the first of them is looked at again
 CANDIDATES = 1 << 21  # rows that are looked at again at a time
 REMEMBERED = 4  # selections kept ready
+FIRST = np.zeros((), np.int64)  # the lowest id, as an array: numpy compares with it in half the time
 
 
 def index_path(folder: Path, number: int) -> Path:
@@ -63,6 +66,7 @@ class Snapshot:
         self.bytes = 0  # of all its files
         self._exact: dict[tuple[Where, int], Exact] = {}
         self._selections: dict[Where, tuple[Selection | None, int]] = {}
+        self._ready: dict[tuple[int, float], tuple[Searcher, int]] = {}
 
     def _open_index(self) -> int | None:
         record = self.manifest.index
@@ -99,6 +103,7 @@ class Snapshot:
         """FAISS's index for someone who changes it; who searches this version afterwards reads it again."""
         index = self.index
         self.__dict__.pop("index", None)
+        self._ready.clear()
         return index.faiss if index is not None else None
 
     def check_index(self) -> None:
@@ -262,6 +267,13 @@ class Snapshot:
 
     def search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
         """The nearest rows, from the index and from the rows that it does not cover yet."""
+        if where is EVERYTHING and (ready := self._ready.get((k, recall))) and len(queries) <= ready[1]:
+            ids, scores = ready[0](queries)
+            if np.count_nonzero(mask := ids >= FIRST) == mask.size:
+                return Found(ids, scores, self.values_of(ids), mask)
+        return self._search(queries, k, where, recall)
+
+    def _search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
         selection, count = self.selection(where)
         if not count:
             return nothing(len(queries), k)
@@ -269,12 +281,22 @@ class Snapshot:
         if index is None or record is None or (selection is not None and self._better_without(where, count)):
             return self._found(*self._look_at(where, 0, queries, k), k)
         ids, scores = self._ask_index(index, queries, k, selection, recall)
-        if record.end == self.manifest.next_id and np.count_nonzero(mask := ids >= 0) == len(queries) * k:
-            return Found(ids, scores, self.values_of(ids), mask)
         self._ask_again(ids, scores, index, record.end, queries, k, selection, recall)
         if record.end < self.manifest.next_id:
             ids, scores = best_of([(ids, scores), self._look_at(where, record.end, queries, k)], k)
+        elif selection is None and k <= index.rows:
+            self._make_ready(index, k, recall)
         return self._found(ids, scores, k)
+
+    def _make_ready(self, index: Index, k: int, recall: float) -> None:
+        """Keeps a search of all rows for the next time, with the number of queries up to which it is one step."""
+        lists, refine = index.dial(recall, k)
+        if refine == 1:
+            self._ready[k, recall] = index.searcher(k, lists), sys.maxsize
+        elif (keys := self._checked_keys()) is not None:
+            candidates = index.candidates(k, refine)
+            searcher = index.searcher(k, lists, None, candidates, keys.faiss_view(self.config))
+            self._ready[k, recall] = searcher, max(1, CANDIDATES // candidates)
 
     def _better_without(self, where: Where, count: int) -> bool:
         """Whether so few rows are meant that it is best to look at them all."""
@@ -333,15 +355,20 @@ class Snapshot:
 
     def _look_twice(self, queries: Floats, k: int, lists: int, selection: Selection | None, candidates: int) -> Nearest:
         """The k nearest by their true scores, of so many candidates by the index's scores."""
-        index, keys = self.index, self.segments[0].keys if self._in_order else None
+        index = self.index
         if index is None:
             return self._look_at(Where(), 0, queries, k)
-        if keys is not None and keys.bytes <= CHECKED_AT_ONCE:
-            keys.check_all()
-        if keys is not None and keys.checked:  # FAISS does both at once
-            return index.search_twice(keys.faiss_view(index.config), queries, k, lists, selection, candidates)
+        if (keys := self._checked_keys()) is not None:  # FAISS does both at once
+            return index.searcher(k, lists, selection, candidates, keys.faiss_view(self.config))(queries)
         ids, _ = index.search(queries, candidates, lists, selection)
         return top(ids, self.rescored(queries, ids), k)
+
+    def _checked_keys(self) -> Column | None:
+        """The keys of all rows, numbered as their ids, if they are so and every one of them was checked."""
+        keys = self.segments[0].keys if self._in_order else None
+        if keys is not None and keys.bytes <= CHECKED_AT_ONCE:
+            keys.check_all()
+        return keys if keys is not None and keys.checked else None
 
     @cached_property
     def _in_order(self) -> bool:
