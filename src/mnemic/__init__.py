@@ -20,6 +20,7 @@ _PUBLIC = {
     "TrainConfig": "mnemic.train.config",
     "evaluate": "mnemic.evaluate",
     "EvaluateConfig": "mnemic.evaluate.config",
+    "tune": "mnemic.evaluate.tuning",
     "open_corpus": "mnemic.data",
     "load_tokenizer": "mnemic.data",
     "train_tokenizer": "mnemic.data",

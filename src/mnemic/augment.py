@@ -74,6 +74,7 @@ def _put_in(model: Any, memories: Sequence[MemoryConfig], anatomy: Anatomy | Non
     try:
         for config in memories:
             memory.add(config)
+        memory.train(model.training)
         yield model
     except Exception:
         if existing is None:

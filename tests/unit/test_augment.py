@@ -241,3 +241,10 @@ def test_verbs_are_functions_and_packages_in_any_order() -> None:
     assert callable(mnemic.augment)
     assert mnemic.augment is module
     assert mnemic.augment(build("gpt2"), mnemic.MemoryTokens()).memory is not None
+
+
+def test_a_memory_trains_or_tests_as_its_model_does() -> None:
+    for training in (True, False):
+        model = build("gpt2").train(training)
+        mnemic.augment(model, mnemic.OutputMemory())
+        assert model.memory.output.training is training

@@ -1,8 +1,9 @@
 """Train a small decoder with and without memory on Python's own library, and compare.
 
 Needs no network and no arguments. Every memory is trained from the same weights on the same batches as the model
-without one; a further model without memory, from other weights, shows how much chance alone changes. The table goes to
-stdout; the report, one HTML file with the curves, and the models go to the folder --out.
+without one; a further model without memory, from other weights, shows how much chance alone changes. Then the model
+without memory is taught new text by a store, without training. The table goes to stdout; the report, one HTML file with
+the curves, and the models go to the folder --out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,17 +63,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains the contenders one after the other, prints their table and writes the report."""
     config = DemoConfig.from_dict(given(arguments, DemoConfig))
     from mnemic.analysis.report import text_table, write_report
+    from mnemic.cli.teaching import teach
     from mnemic.files import new_folder
     from mnemic.train.report import commit, versions
 
     out, started = Path(config.out), time.monotonic()
     refuse_foreign_folder(out)
     with new_folder(out) as folder:
-        contenders = compete(config, folder)
-        notes = conclusions(contenders)
+        contenders, corpus = compete(config, folder)
+        say("teaching the model without memory by a store")
+        lesson = teach(folder / run_name(BASE), corpus, folder, config.segment_length)
+        notes = [*conclusions(contenders), *lesson.sentences()]
         settings = {"demo": config.to_dict(), "versions": versions(), "commit": commit()}
         write_report(folder / REPORT, "mnemic demo: with and without memory", contenders, settings, notes)
-        results = {"rows": {c.name: c.row for c in contenders}, "samples": {c.name: c.sample for c in contenders}}
+        results = {
+            "lesson": asdict(lesson),
+            "rows": {c.name: c.row for c in contenders},
+            "samples": {c.name: c.sample for c in contenders},
+        }
         (folder / "results.json").write_text(json.dumps({**settings, **results, "notes": notes}, indent=2))
     if arguments.json:
         print(json.dumps({**results, "notes": notes, "report": str(out / REPORT)}))
@@ -93,8 +101,8 @@ def refuse_foreign_folder(out: Path) -> None:
         raise UsageError(f"{out} holds something that is not a demo: choose another folder with --out")
 
 
-def compete(config: DemoConfig, folder: Path) -> list[Contender]:
-    """Trains and evaluates one model without memory, one for each memory there is, and one to show chance."""
+def compete(config: DemoConfig, folder: Path) -> tuple[list[Contender], Any]:
+    """Trains and evaluates a model without memory, one for each memory there is, and one to show chance; the corpus."""
     from mnemic.data import open_corpus, train_tokenizer
     from mnemic.memories import registry
 
@@ -108,7 +116,7 @@ def compete(config: DemoConfig, folder: Path) -> list[Contender]:
     for number, (name, memory, seed) in enumerate(entrants, start=1):
         say(f"{number} of {len(entrants)}: {name}")
         contenders.append(contend(config, name, memory, seed, corpus, tokenizer, folder))
-    return contenders
+    return contenders, corpus
 
 
 def beginnings(corpus: Any, characters: int) -> Any:
@@ -120,6 +128,11 @@ def beginnings(corpus: Any, characters: int) -> Any:
 
     name = f"{corpus.name} (the first {characters:,} characters of each document)"
     return Corpus(name, {split: partial(read, split) for split in corpus.splits})
+
+
+def run_name(contender: str) -> str:
+    """The name of a contender's folder."""
+    return contender.replace(", ", "-").replace(" ", "-")
 
 
 def contend(
@@ -147,7 +160,7 @@ def contend(
         warmup=max(1, config.steps // 10),
         log_every=max(1, config.steps // 200),
         seed=config.seed,
-        out=str(folder / name.replace(", ", "-").replace(" ", "-")),
+        out=str(folder / run_name(name)),
     )
     trained = train(model, tokenizer, corpus, settings)
     result = evaluate(model, tokenizer, corpus, split="valid", window=config.segment_length)

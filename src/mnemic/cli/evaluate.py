@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import shlex
+import sys
+from typing import Any
 
-from mnemic.cli.options import add_config_options, given, read_memory
+from mnemic.cli.options import add_config_options, given, read_memory, write_memory
 from mnemic.evaluate.config import EvaluateConfig
 
 EXAMPLE = """  mnemic evaluate runs/a stdlib
   mnemic evaluate runs/a book.txt --split test --json
-  mnemic evaluate runs/a docs/ --memory output:external=docs.store,weight=0.25"""
+  mnemic evaluate runs/a docs/ --memory output:external=docs.store,weight=0.25
+  mnemic evaluate runs/a docs/ --split test --memory output:long=4096,external=docs.store --tune"""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +30,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="MEMORY",
         help="put this memory into the model first, as output:external=docs.store (see `mnemic list memories`); an "
         "output memory takes the place of the one that the model was trained with",
+    )
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="first find the best temperatures, weights, k and long-term size of the output memory on the valid split, "
+        "from one reading of it; `long` and `k` are the most that is tried",
     )
     add_config_options(parser, EvaluateConfig, "how")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -43,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     model, tokenizer = load_model(arguments.model)
     if memories:
         augment(model, *memories)
-    result = evaluate(model, tokenizer, corpus, config)
+    tuned = tuned_on_valid(model, tokenizer, corpus, config) if arguments.tune else {}
+    result = evaluate(model, tokenizer, corpus, config) | tuned
     if arguments.json:
         print(json.dumps(result))
     else:
@@ -51,6 +63,21 @@ def run(arguments: argparse.Namespace) -> int:
         width = max(map(len, shown))
         print("\n".join(f"{name.replace('_', ' '):{width}}  {_text(value)}" for name, value in shown.items()))
     return 0
+
+
+def tuned_on_valid(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig) -> dict[str, Any]:
+    """Finds the best settings of the output memory and puts them in its place; what was found."""
+    from mnemic.evaluate.tuning import tune
+
+    tuned = tune(model, tokenizer, corpus, dataclasses.replace(config, split="valid"))
+    tuned.put_into(model)
+    written = write_memory("output", tuned.memory)
+    said = [f"found on valid, of {tuned.tried:,} settings: --memory {shlex.quote(written)}"]
+    said.append(f"perplexity there {tuned.perplexity:.6g}, before {tuned.before:.6g}, model alone {tuned.plain:.6g}")
+    if tuned.at_the_edge:
+        said.append(f"at the end of what was tried: {', '.join(tuned.at_the_edge)}")
+    print("\n".join(said), file=sys.stderr)
+    return {"tuned": written, "valid_perplexity": tuned.perplexity, "valid_perplexity_plain": tuned.plain}
 
 
 def _text(value: float | int | str) -> str:

@@ -118,6 +118,16 @@ def read_memory(text: str) -> Any:
     return config(**read_settings("--memory", name, settings, config.types()))
 
 
+def write_memory(name: str, config: Any) -> str:
+    """The text that `read_memory` reads as this config: the settings that are not as usual."""
+    usual, kinds = type(config)(), config.types()
+    changed = {key: getattr(config, key) for key in kinds if getattr(config, key) != getattr(usual, key)}
+    settings = (
+        f"{key}=[{_text(value)}]" if isinstance(value, list) else f"{key}={value}" for key, value in changed.items()
+    )
+    return f"{name}:{','.join(settings)}" if changed else name
+
+
 def read_settings(flag: str, name: str, text: str, kinds: dict[str, Any]) -> dict[str, Any]:
     """The values in "count=10,...", which stood after `flag` and `name`, by the types of the settings there are."""
     values = {}

@@ -14,6 +14,8 @@ METRICS = Registry(
         "perplexity": "mnemic.evaluate.perplexity:perplexity",
         "masked_loss": "mnemic.evaluate.masked:masked_loss",
         "bleu": "mnemic.evaluate.translation:bleu",
+        "frequency_buckets": "mnemic.evaluate.frequencies:frequency_buckets",
+        "retrieval_accuracy": "mnemic.evaluate.retrieval:retrieval_accuracy",
     },
 )
 
@@ -22,7 +24,9 @@ METRICS = Registry(
 class EvaluateConfig(Config):
     """What to measure, and how a document is cut for it."""
 
-    metrics: list[str] = option(["perplexity"], "what to measure: perplexity, masked_loss, bleu")
+    metrics: list[str] = option(
+        ["perplexity"], "what to measure: perplexity, masked_loss, bleu, frequency_buckets, retrieval_accuracy"
+    )
     split: str = option("valid", "the part of the corpus to measure on")
     window: int = option(512, "tokens that the model reads at once")
     stride: int | None = option(

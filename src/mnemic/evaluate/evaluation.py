@@ -32,8 +32,7 @@ def evaluate(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig | N
         raise UsageError("give evaluate either an EvaluateConfig or options by name, not both")
     config = config or EvaluateConfig.from_dict(options)
     corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
-    check_vocabulary(model, tokenizer)
-    text = (PairedText if model_kind(model) == "seq2seq" else Text)(corpus, tokenizer, config)
+    text = text_of(model, tokenizer, corpus, config)
     result = Result(model=type(model).__name__, corpus=corpus.name)
     with untouched(model):
         for metric in config.metrics:
@@ -73,6 +72,12 @@ class PairedText:
         self.characters = sum(map(len, self.references))
         self.words = int(self.tokens.target.word_counts.sum())
         self.bytes = int(self.tokens.target.byte_counts.sum())
+
+
+def text_of(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig) -> Text | PairedText:
+    """What a model is to be measured on: documents, or pairs for one that translates."""
+    check_vocabulary(model, tokenizer)
+    return (PairedText if model_kind(model) == "seq2seq" else Text)(corpus, tokenizer, config)
 
 
 def _until(documents: Iterator[Document], tokenizer: Any, most: int) -> Iterator[Document]:

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mnemic.data import SlidingWindows, TokenizedCorpus
 from mnemic.data.pair_batches import PairBatches
@@ -37,10 +38,7 @@ def perplexity(model: Any, tokenizer: Any, text: Text | PairedText, config: Eval
             f"perplexity is that of the next token, which {type(model).__name__} does not predict: "
             "measure it with metrics = ['masked_loss']"
         )
-    if isinstance(text, PairedText):
-        objective, batches = read_pairs(model, tokenizer, text, config)
-    else:
-        objective, batches = read_documents(model, tokenizer, text, config)
+    objective, batches = read_text(model, tokenizer, text, config)
     nll, count = total_loss(objective, batches, text.tokens.target_count)
     if count != text.tokens.target_count:
         raise MnemicError(f"{count} of {text.tokens.target_count} tokens were scored: this is a mistake in mnemic")
@@ -58,6 +56,15 @@ def perplexity(model: Any, tokenizer: Any, text: Text | PairedText, config: Eval
         "bits_per_byte": nll / text.bytes / math.log(2),
         "bits_per_character": nll / text.characters / math.log(2),
     }
+
+
+def read_text(
+    model: Any, tokenizer: Any, text: Text | PairedText, config: EvaluateConfig
+) -> tuple[Objective, Iterator[tuple[Batch, Any]]]:
+    """How the model's losses are formed, and the batches of a text, each with the carry to read it with."""
+    if isinstance(text, PairedText):
+        return read_pairs(model, tokenizer, text, config)
+    return read_documents(model, tokenizer, text, config)
 
 
 def read_documents(
@@ -91,16 +98,23 @@ def read_pairs(
 
 def total_loss(objective: Objective, batches: Iterator[tuple[Batch, Any]], targets: int | None) -> tuple[float, int]:
     """The sum of the losses of all targets, in double precision, and their number."""
-    device = next(objective.model.parameters()).device
     total, count = 0.0, 0
+    for losses, found in token_losses(objective, batches, targets):
+        total, count = total + losses.sum().item(), count + len(found)
+    return total, count
+
+
+def token_losses(
+    objective: Objective, batches: Iterator[tuple[Batch, Any]], targets: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The losses of the targets of each batch, in double precision, and the targets: (N,) each."""
+    device = next(objective.model.parameters()).device
     with progress_bar(targets, "token") as bar:
         for batch, carry in batches:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-            total += objective.losses(batch, carry).cpu().double().sum().item()
-            scored = int((batch["targets"] != IGNORED).sum())
-            count += scored
-            bar.update(scored)
-    return total, count
+            losses, scored = objective.losses(batch, carry), batch["targets"] != IGNORED
+            yield losses[scored].cpu().double(), batch["targets"][scored].cpu()
+            bar.update(int(scored.sum()))
 
 
 def carried_windows(

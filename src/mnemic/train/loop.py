@@ -24,8 +24,10 @@ from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from mnemic.data import ConsecutiveSegments, SimilarSegments, open_corpus
+from mnemic.data.pair_batches import SimilarPairs
 from mnemic.errors import MnemicError, UsageError
 from mnemic.files import lock, new_folder
+from mnemic.memories.output.gathering import meeting_first
 from mnemic.train.carries import join_rows, take_rows
 from mnemic.train.checkpoints import (
     Checkpoint,
@@ -63,7 +65,7 @@ def train(model: Any, tokenizer: Any, corpus: Any, config: TrainConfig | None = 
             refuse_to_overwrite(out, config.resume)
         corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
         held = lock(out / "lock", f"the run folder {out}") if processes.is_main else contextlib.nullcontext()
-        with held, mode(model, training=True):
+        with held, mode(model, training=True), meeting_first(processes.collect):
             report = processes.from_main(lambda: finished_report(out, config.steps))
             loop = Loop(model, tokenizer, corpus, config, processes)
             if report is None:
@@ -201,6 +203,8 @@ class Loop:
         self.objective.check_batching(config.batching)
         if config.batching == "consecutive":
             return ConsecutiveSegments(tokens, self.rows, config.segment_length, config.consecutive, **options)
+        if self.objective.kind == "seq2seq":
+            return SimilarPairs(tokens, self.rows, config.segment_length, **options)
         options |= {"shuffled": config.batching == "shuffled", "folder": self.out / "neighbours"}
         if not processes.is_main:
             processes.collect(None)  # the main one searches, and the others read what it found

@@ -9,9 +9,20 @@ import pytest
 from hypothesis import given as sampled
 from hypothesis import strategies as st
 
-from mnemic.cli.options import Parser, _text, add_config_options, given, read_memory, read_settings, read_value, split
+from mnemic.cli.options import (
+    Parser,
+    _text,
+    add_config_options,
+    given,
+    read_memory,
+    read_settings,
+    read_value,
+    split,
+    write_memory,
+)
 from mnemic.config import Config, option
 from mnemic.errors import UsageError
+from mnemic.memories.output.config import OutputMemory
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -121,6 +132,18 @@ def test_a_memory_from_its_text() -> None:
 
     assert read_memory("tokens") == MemoryTokens()
     assert read_memory("tokens:count=3,gated=true") == MemoryTokens(count=3, gated=True)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        OutputMemory(),
+        OutputMemory(long=4, external="a.store", namespaces=["x", "y"], recent_weight=0.25),
+        OutputMemory.knn("b.store", weight=1 / 3, temperature=1e-7),
+    ],
+)
+def test_a_memory_that_is_written_is_read_as_it_was(memory: OutputMemory) -> None:
+    assert read_memory(write_memory("output", memory)) == memory
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 
+import pytest
 import torch
 
 import mnemic
@@ -100,6 +101,20 @@ def test_without_a_memory_the_model_is_an_ordinary_one(corpus: Path, tmp_path: P
 
 
 # evaluate
+
+
+def test_evaluate_tunes_on_valid_and_measures_on_another_split(run: Path, corpus: Path, capsys) -> None:
+    reading = ("--window", 32, "--split", "test", "--json")
+    assert main(list(map(str, ["evaluate", run, corpus, *reading, "--memory", "output:long=64", "--tune"]))) == 0
+    printed, said = capsys.readouterr()
+    found = json.loads(printed)
+    assert found["tuned"].startswith("output")
+    assert found["tuned"] in said
+    assert found["valid_perplexity"] <= found["valid_perplexity_plain"]
+    again = json.loads(output(capsys, "evaluate", run, corpus, *reading, "--memory", found["tuned"]))
+    assert again["nll"] == found["nll"]
+    on_valid = json.loads(output(capsys, "evaluate", run, corpus, "--window", 32, "--json", "--memory", found["tuned"]))
+    assert on_valid["perplexity"] == pytest.approx(found["valid_perplexity"], rel=1e-4)
 
 
 def test_evaluate_prints_what_the_library_says(run: Path, corpus: Path, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -333,6 +334,23 @@ def store_of(count: int, width: int, metric: str = "ip", **options: Any) -> Any:
     return store
 
 
+@pytest.mark.parametrize(("metric", "similarity"), [("ip", "dot"), ("l2", "distance")])
+def test_the_similarity_is_that_of_the_store_unless_it_is_set(metric: str, similarity: str, tmp_path: Path) -> None:
+    store, ids = store_of(20, 32, metric), tokens(1, LENGTH)
+    unset, given = mnemic.OutputMemory(external=store), mnemic.OutputMemory(external=store, similarity=similarity)
+    assert unset.similarity == "auto"
+    assert mnemic.OutputMemory().similarity == unset.neutral().similarity == "dot"
+    models = [mnemic.augment(build("gpt2").double(), config).eval() for config in (unset, given)]
+    for model in models:
+        assert model.memory.output.config == given
+        assert model.memory.output.config.store is store
+    with torch.no_grad():
+        assert torch.equal(*(model(ids).logits for model in models))
+    given.save(tmp_path / "memory.toml")
+    assert mnemic.OutputMemory.load(tmp_path / "memory.toml").similarity == similarity
+    assert unset.similarity == "auto"  # the user's own settings stay as they were
+
+
 @pytest.mark.parametrize(("similarity", "metric"), [("dot", "ip"), ("distance", "l2")])
 @pytest.mark.parametrize("namespaces", [[], ["blue"]])
 def test_rows_of_a_store_are_a_memory(similarity: str, metric: str, namespaces: list[str]) -> None:
@@ -375,7 +393,11 @@ def test_an_empty_store_and_one_with_fewer_rows_than_k() -> None:
 
 def test_a_store_that_does_not_fit_is_refused() -> None:
     with pytest.raises(UsageError, match="similarity = 'distance', or build a store with metric = 'ip'"):
-        augmented(external=store_of(3, 32, "l2"))
+        augmented(external=store_of(3, 32, "l2"), similarity="dot")
+    with pytest.raises(UsageError, match="similarity = 'dot', or build a store with metric = 'l2'"):
+        mnemic.augment(build("gpt2"), mnemic.OutputMemory.knn(store_of(3, 32)))
+    with pytest.raises(UsageError, match="needs one with metric = 'ip' or 'l2'"):
+        augmented(external=store_of(3, 32, "cosine"))
     base = build("gpt2")
     with pytest.raises(UsageError, match="no store"):
         mnemic.augment(base, mnemic.OutputMemory(external="nowhere.store"))

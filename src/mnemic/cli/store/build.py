@@ -4,6 +4,9 @@ Each row is a key (what enters a layer of the model at that position), the token
 document and position. Documents never see each other. The store remembers its model, tokenizer and text, and refuses
 to be used with others.
 
+A sequence-to-sequence model reads a parallel corpus: the rows are the tokens of the targets, each with the key of its
+source and of what precedes it in the target (kNN-MT).
+
 With --keys codes the keys are not kept: a row takes a fraction of the space, but only about half of the true nearest
 rows are found (a recall at 32 of 0.5 to 0.6 on keys of real models; `mnemic store info` shows that of a store).
 """
@@ -21,7 +24,8 @@ from mnemic.errors import UsageError
 EXAMPLE = """  mnemic store build python.store stdlib --model runs/a
   mnemic store build wiki.store wikitext-103 --model gpt2 --metric cosine --tokens wiki.tokens
   mnemic store build small.store books/ --model runs/a --max-probability 0.9     leaves out what the model knows
-  mnemic store build codes.store books/ --model gpt2 --keys codes                far smaller, far less exact"""
+  mnemic store build codes.store books/ --model gpt2 --keys codes                far smaller, far less exact
+  mnemic store build pairs.store multi30k --model runs/mt --metric ip            with a model that translates"""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +34,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     from mnemic.stores.config import StoreConfig
 
     add_store(parser)
-    parser.add_argument("corpus", help="a text file, a folder, a .jsonl file, hf:<dataset>, or a name")
+    parser.add_argument(
+        "corpus",
+        help="a text file, a folder, a .jsonl file, hf:<dataset>, or a name; for a model that translates, a folder "
+        "with files such as train.de and train.en",
+    )
     parser.add_argument("--model", metavar="NAME", required=True, help="the folder of a run or model, or a hub's name")
     parser.add_argument("--corpus-path", metavar="PATH", help="where a corpus with a name lies on this machine")
     kept = set(StoreConfig.types())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
@@ -19,8 +19,13 @@ from mnemic.hf.losses import IGNORED
 from mnemic.memories.base import Handle, Masses, Reading
 from mnemic.memories.output import layer
 from mnemic.memories.output.config import OutputMemory
+from mnemic.memories.output.gate import Gate
+from mnemic.memories.output.gathering import whole_batch
 from mnemic.memories.output.layer import NOTHING, Mass, Own
 from mnemic.memories.output.state import LongTerm, Riding
+from mnemic.memories.output.testing import Grid, Piece, Seen, Survey
+
+_SIMILARITY = {"ip": "dot", "l2": "distance"}  # of what a store compares by
 
 
 class SearchedStore(Protocol):
@@ -30,15 +35,6 @@ class SearchedStore(Protocol):
 
     def search(self, queries: Any, k: int, where: Any = None) -> Any:
         """The k nearest rows of each query: ids, scores, values and mask, (queries, k) each."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens that are read at once: their keys (B, T, d), the token after each (NOTHING if unknown), and documents."""
-
-    keys: Tensor
-    values: Tensor
-    documents: Tensor
 
 
 class Attached(Handle):
@@ -54,6 +50,8 @@ class Attached(Handle):
         self._head_part = (places.head,)  # in a tuple, or torch would make it a part of the memory
         self._decoder_ear = Ear.at_decoder(places.decoder) if places.decoder is not None else None
         self._on, self._plain = True, False
+        self._survey: tuple[Grid, list[Survey]] | None = None
+        self.gate = Gate(places.sample_inputs(1).shape[1]) if config.retrieve < 1 else None
         self._store: SearchedStore | None = None
 
     @classmethod
@@ -71,14 +69,16 @@ class Attached(Handle):
 
     def connect(self, store: SearchedStore) -> None:
         """Gives the memory the store that its config names."""
-        wanted = "ip" if self.config.similarity == "dot" else "l2"
-        if store.config.metric != wanted:
-            other = "distance" if wanted == "ip" else "dot"
+        similarity, metric = self.config.similarity, store.config.metric
+        if metric not in _SIMILARITY:
+            raise UsageError(f"the store compares by {metric!r}: OutputMemory needs one with metric = 'ip' or 'l2'")
+        if similarity not in ("auto", _SIMILARITY[metric]):
+            wanted = "ip" if similarity == "dot" else "l2"
             raise UsageError(
-                f"the store compares by {store.config.metric!r} and OutputMemory by {self.config.similarity!r}: set "
-                f"similarity = {other!r}, or build a store with metric = {wanted!r}"
+                f"the store compares by {metric!r} and OutputMemory by {similarity!r}: set similarity = "
+                f"{_SIMILARITY[metric]!r}, or build a store with metric = {wanted!r}"
             )
-        self._store = store
+        self.config, self._store = self.config.changed(similarity=_SIMILARITY[metric]), store
 
     def switch(self, on: bool) -> None:
         self._on = on
@@ -121,76 +121,67 @@ class Attached(Handle):
         return Piece(keys, values.masked_fill(values == IGNORED, NOTHING), starts.long().cumsum(1))
 
     def _mass_in_training(self, piece: Piece, reading: Reading) -> Mass:
-        config, targets, (rows, length) = self.config, reading.targets, reading.targets.shape
-        keys, values, documents = piece.keys, piece.values, piece.documents
+        config, targets, documents = self.config, reading.targets, piece.documents
+        pairs = piece if config.memory_gradient else dataclasses.replace(piece, keys=piece.keys.detach())
         if config.training == "batch":
-            row = torch.arange(rows, device=targets.device)[:, None].expand(rows, length)
-            local = (torch.rand(rows, 1, device=targets.device) >= config.local_dropout).expand(rows, length)
-            sight = Own(*(t.reshape(1, -1) for t in (documents + row * (length + 1), row, local)))
+            texts = 1
+            pairs, sight = whole_batch(pairs, config.local_dropout)
         else:
             together = 1
             if config.training == "consecutive" and reading.streams is not None:
                 together = _rows_together(reading.streams)
                 last = documents[:, -1].view(-1, together).cumsum(1) - documents[:, -1].view(-1, together)
                 documents = documents + last.reshape(-1, 1)
-            sight = Own(documents.reshape(rows // together, -1))
-        shape = sight.documents.shape
-        queries, keys = layer.comparable(keys, keys if config.memory_gradient else keys.detach(), config.similarity)
-        queries, keys = (t.reshape(*shape, -1) for t in (queries, keys))
-        found = layer.mass(queries, keys, targets.reshape(shape), values.reshape(shape), sight)
-        return Mass(found.all.view(rows, length), found.target.view(rows, length))
+            texts = len(documents) // together
+            sight = Own(documents.reshape(texts, -1))
+        queries, keys = layer.comparable(piece.keys, pairs.keys, config.similarity)
+        queries, keys = (t.reshape(texts, -1, t.shape[-1]) for t in (queries, keys))
+        found = layer.mass(queries, keys, targets.reshape(texts, -1), pairs.values.reshape(texts, -1), sight)
+        return Mass(found.all.view_as(targets), found.target.view_as(targets))
 
     def _tested(self, losses: Tensor, normalisers: Tensor, piece: Piece, reading: Reading) -> Tensor:
         """The losses with the memories of testing: local, long-term and external."""
-        config, state = self.config, (reading.state or {}).get("output")
-        keys, targets, documents = _precise(piece.keys), reading.targets, piece.documents
-        overlap = _leading(targets == IGNORED)
+        state, targets = (reading.state or {}).get("output"), reading.targets
+        documents = piece.documents if state is None else piece.documents + state.document[:, None]
+        piece = Piece(_precise(piece.keys), piece.values, documents)
+        scored, overlap = targets != IGNORED, _leading(targets == IGNORED)
+        asked = self._worth_asking(piece.keys, scored)
+        seen = Seen(self.config, piece, targets, scored, overlap, state, asked, self._search(piece.keys[asked]))
+        if self._survey is not None:
+            grid, surveys = self._survey
+            surveys.append(Survey.of(seen, losses, normalisers, grid))
+        else:
+            losses = self._combined(losses, normalisers, seen)
         if state is not None:
-            documents = documents + state.document[:, None]
-        scored = targets != IGNORED
-        found = self._search(keys[scored])
-
-        def recent(temperature: float) -> Mass | None:
-            parts = []
-            if config.local:
-                queries, own = layer.comparable(keys, keys, config.similarity)
-                parts.append(layer.mass(queries / temperature, own, targets, piece.values, Own(documents)))
-            if state is not None:
-                parts.append(state.mass(keys, targets, documents, overlap, config.similarity, temperature))
-            return sum(parts[1:], parts[0]) if parts else None
-
-        def external(temperature: float) -> Mass | None:
-            if found is None:
-                return None
-            scores, values, mask = found
-            part = layer.mass_of_found(scores / temperature, targets[scored], values, mask)
-            whole = [torch.full_like(losses, -torch.inf).masked_scatter(scored, t) for t in (part.all, part.target)]
-            return Mass(*whole)
-
-        losses = self._combined(losses, normalisers, recent, external)
-        if state is not None:
-            state.append(keys, piece.values, documents, _new(reading, overlap))
+            state.append(piece.keys, piece.values, documents, _new(reading, overlap))
         return losses
 
-    def _combined(
-        self,
-        losses: Tensor,
-        normalisers: Tensor,
-        recent: Callable[[float], Mass | None],
-        external: Callable[[float], Mass | None],
-    ) -> Tensor:
-        config = self.config
-        if config.joint and (memory := _sum(recent(config.temperature), external(config.temperature))) is not None:
+    @contextlib.contextmanager
+    def surveying(self, grid: Grid) -> Iterator[list[Survey]]:
+        """Within this context all that is read when testing is surveyed; the losses are the model's own."""
+        config, surveys = self.config, list[Survey]()
+        self.config = config.changed(long=max(grid.longs), k=max(grid.ks))
+        self._survey = grid, surveys
+        try:
+            yield surveys
+        finally:
+            self.config, self._survey = config, None
+
+    def _combined(self, losses: Tensor, normalisers: Tensor, seen: Seen) -> Tensor:
+        config, tau, mix_tau = self.config, self.config.temperature, self.config.mix_temperature
+        if config.joint and (memory := layer.together(seen.recent(tau), seen.external(tau))) is not None:
             losses = layer.joint_loss(losses, normalisers, memory)
         if config.weight:
-            parts = recent(config.mix_temperature), external(config.mix_temperature)
-            if config.recent_weight is not None and None not in parts:
-                memory = layer.blended(*parts, config.recent_weight)  # type: ignore[arg-type]
-            else:
-                memory = _sum(*parts)
+            memory = layer.together(seen.recent(mix_tau), seen.external(mix_tau), config.recent_weight)
             if memory is not None:
                 losses = layer.mixed_loss(losses, memory, config.weight)
         return losses
+
+    def _worth_asking(self, keys: Tensor, scored: Tensor) -> Tensor:
+        """For which of the scored tokens (B, T) the store is searched; for a survey, which teaches the gate, all."""
+        if self.gate is None or self._survey is not None:
+            return scored
+        return scored & self.gate(keys)
 
     def _search(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Similarities, values and mask (N, K) of the rows of the store that are nearest to keys (N, d)."""
@@ -287,10 +278,16 @@ class Attached(Handle):
             seen &= (pairs.values != NOTHING)[:, None]
             parts.append((asked @ keys.transpose(1, 2)).masked_fill(~seen, -torch.inf))
             values.append(pairs.values[:, None].expand(-1, kept, -1))
-        if (found := self._search(queries.flatten(0, 1))) is not None:
-            scores, tokens, mask = (t.view(*queries.shape[:2], -1) for t in found)
-            parts.append(scores.masked_fill(~mask, -torch.inf))
-            values.append(tokens)
+        asked = self._worth_asking(queries, torch.ones(queries.shape[:2], dtype=torch.bool, device=queries.device))
+        if (found := self._search(queries[asked])) is not None:
+            scores, tokens, mask = found
+            shape = (*queries.shape[:2], scores.shape[1])
+            parts.append(
+                scores.new_full(shape, -torch.inf).masked_scatter(
+                    asked[..., None], scores.masked_fill(~mask, -torch.inf)
+                )
+            )
+            values.append(tokens.new_zeros(shape).masked_scatter(asked[..., None], tokens))
         if not parts:
             return queries[..., :0], documents[..., None][..., :0]
         return torch.cat(parts, -1), torch.cat(values, -1)
@@ -325,10 +322,6 @@ def _rows_together(streams: Tensor) -> int:
     if len(streams) % together or not (streams.view(-1, together) == streams.view(-1, together)[:, :1]).all():
         raise UsageError("a batch of consecutive segments has the same number of rows of each text, in order")
     return together
-
-
-def _sum(one: Mass | None, other: Mass | None) -> Mass | None:
-    return one + other if one is not None and other is not None else one or other
 
 
 def _precise(tensor: Tensor) -> Tensor:

@@ -29,9 +29,14 @@ class OutputMemory(MemoryConfig):
     long: int = option(0, "how many earlier tokens of the same document are a memory (M_long)")
     external: str | None = option(None, "the address of a store whose rows are a memory (M_ext)")
     k: int = option(1024, "how many rows of the store are found for each token (K)")
+    retrieve: float = option(
+        1.0, "share of the tokens that the store is searched for: those where a gate, which tuning learns, expects most"
+    )
     namespaces: list[str] = option([], "the namespaces of the store to look into; all if there are none")
     key: str = option("ffn", "what a context is compared by: ffn, the input of the last feed-forward, or output")
-    similarity: Literal["dot", "distance"] = option("dot", "dot: q k / sqrt(d), as in TRIME; distance: -|q - k|^2")
+    similarity: Literal["auto", "dot", "distance"] = option(
+        "auto", "dot: q k / sqrt(d), as in TRIME; distance: -|q - k|^2; auto: what the store compares by, or dot"
+    )
     joint: bool = option(True, "whether the memory is in the softmax over the vocabulary (Eq. 5, 6)")
     temperature: float = option(1.0, "of the memory in that softmax when testing (tau)")
     weight: float = option(0.0, "of the memory's own distribution, mixed with that softmax when testing (lambda)")
@@ -50,6 +55,8 @@ class OutputMemory(MemoryConfig):
         self.store: Any = None  # an open store, if one was given in place of its address
         if hasattr(self.external, "search"):
             self.store, self.external = self.external, self.external.address  # type: ignore[union-attr]
+        if self.similarity == "auto" and self.external is None:
+            self.similarity = "dot"
         super().__post_init__()
 
     def check(self) -> None:
@@ -59,7 +66,7 @@ class OutputMemory(MemoryConfig):
         for name in ("temperature", "mix_temperature"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"OutputMemory.{name} = {getattr(self, name)}: expected more than 0")
-        for name in ("local_dropout", "plain_start", "recent_weight"):
+        for name in ("retrieve", "local_dropout", "plain_start", "recent_weight"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise UsageError(f"OutputMemory.{name} = {value}: expected a number from 0 to 1")
@@ -82,6 +89,12 @@ class OutputMemory(MemoryConfig):
     @classmethod
     def small(cls, layers: int) -> Self:
         return cls(weight=0.3, mix_temperature=0.5)
+
+    def changed(self, **settings: Any) -> Self:
+        """The same memory, with the same open store if it was given one, with other settings."""
+        other = dataclasses.replace(self, **settings)
+        other.store = self.store
+        return other
 
     def neutral(self) -> Self:
         return dataclasses.replace(self, local=False, long=0, external=None)

@@ -154,6 +154,38 @@ def _blocks(queries: Tensor, keys: Tensor, targets: Tensor, values: Tensor, sigh
         yield start, last, scores.masked_fill_(hidden, -torch.inf), match
 
 
+@torch.no_grad()
+def masses(
+    queries: Tensor,
+    keys: Tensor,
+    targets: Tensor,
+    values: Tensor,
+    sight: Own | Past,
+    temperatures: tuple[float, ...],
+    rings: Tensor | None = None,
+    count: int = 1,
+) -> Mass:
+    """`mass` for several temperatures at once and for each of `count` rings of pairs: (temperatures, rings, R, N).
+
+    rings: (R, M), the ring of each pair, or None if all are in the first. For testing: without gradient.
+    """
+    precise = torch.promote_types(queries.dtype, torch.float32)
+    shape = (len(temperatures), count, *targets.shape)
+    everything, matching = (torch.full(shape, -torch.inf, dtype=precise, device=queries.device) for _ in range(2))
+    for start, last, scores, match in _blocks(queries.to(precise), keys.to(precise), targets, values, sight):
+        for ring in range(count):
+            inside = scores
+            if rings is not None:
+                inside = scores.masked_fill((rings != ring)[:, None, : scores.shape[-1]], -torch.inf)
+            highest = inside.amax(-1, keepdim=True).clamp(min=torch.finfo(precise).min)
+            below = inside - highest
+            for number, temperature in enumerate(temperatures):
+                weights, top = (below / temperature).exp_(), highest.squeeze(-1) / temperature
+                everything[number, ring, :, start:last] = weights.sum(-1).log_() + top
+                matching[number, ring, :, start:last] = weights.mul_(match).sum(-1).log_() + top
+    return Mass(everything, matching)
+
+
 def mass_of_found(scores: Tensor, targets: Tensor, values: Tensor, mask: Tensor) -> Mass:
     """The mass of pairs (..., K) that were found for each context by itself, where `mask` is true."""
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -197,6 +229,13 @@ def joint_distribution(log_probabilities: Tensor, normalisers: Tensor, memory: t
     distribution, total = memory
     share = torch.sigmoid(total - normalisers).unsqueeze(-1)  # of the memory in the joint normaliser
     return (1 - share) * log_probabilities.exp() + share * distribution
+
+
+def together(recent: Mass | None, external: Mass | None, share: float | None = None) -> Mass | None:
+    """Recent and external memory as one; with a `share` of the recent one, as a mixture of two distributions."""
+    if recent is None or external is None:
+        return recent or external
+    return recent + external if share is None else blended(recent, external, share)
 
 
 def blended(recent: Mass, external: Mass, share: float) -> Mass:

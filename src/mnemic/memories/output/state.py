@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from mnemic.memories.output.layer import NOTHING, Mass, Past, comparable, mass
+from mnemic.memories.output.layer import NOTHING, Mass, Past, comparable, masses
 
 _TENSORS = ("keys", "values", "documents", "positions", "document", "position")
 
@@ -30,20 +30,27 @@ class LongTerm:
         )
         self.document, self.position = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(2))
 
-    def mass(
+    def masses(
         self,
         queries: Tensor,
         targets: Tensor,
         labels: Tensor,
         overlap: Tensor,
         similarity: str,
-        temperature: float = 1.0,
+        temperatures: tuple[float, ...],
+        sizes: tuple[int, ...],
     ) -> Mass:
-        """The memory's mass for contexts (B, T, d) of the next piece, the first `overlap` (B,) of which are context."""
+        """The memory's mass for contexts (B, T, d) of the next piece, the first `overlap` (B,) of which are context.
+
+        For each temperature and each of the rising sizes, that many last tokens: (temperatures, sizes, B, T).
+        """
         queries, keys = comparable(queries, self.keys.to(queries.dtype), similarity)
-        first = (self.position - overlap)[:, None]
-        seen = (self.positions < first) & (self.positions >= first - self.size)
-        return mass(queries / temperature, keys, targets, self.values, Past(labels, self.documents.where(seen, -1)))
+        age = (self.position - overlap)[:, None] - self.positions  # 1 is the token just before the piece
+        seen = (age > 0) & (age <= sizes[-1])
+        rings = torch.searchsorted(torch.tensor(sizes, device=age.device), age)
+        sight = Past(labels, self.documents.where(seen, -1))
+        found = masses(queries, keys, targets, self.values, sight, temperatures, rings, len(sizes))
+        return Mass(found.all.logcumsumexp(1), found.target.logcumsumexp(1))
 
     def append(self, keys: Tensor, values: Tensor, labels: Tensor, new: Tensor) -> None:
         """Takes in the tokens of a piece that are `new` (B, T); without gradient."""
