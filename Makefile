@@ -28,7 +28,7 @@ bench: $(INSTALLED)  ## speed and memory, side by side with peers
 	for script in $(filter-out %/harness.py,$(wildcard benchmarks/*.py)); do $(VENV)/bin/python $$script $(ARGS) || exit 1; done
 
 reproduce: $(INSTALLED)  ## a table of a paper: make reproduce PAPER=trime ROW=table10
-	$(VENV)/bin/python reproductions/run.py $(PAPER) $(ROW) $(ARGS)
+	$(VENV)/bin/python reproductions/run.py $(PAPER) $(ROW) $(SIZE) $(ARGS)
 
 clean:  ## remove the environment and everything that was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,19 +1,31 @@
 """Runs one table or figure of a paper: `python reproductions/run.py trime table10`.
 
-A reproduction is a folder `reproductions/<paper>/<row>/` with a `run.py` that has `main(folder) -> None`: it reads its
-settings beside it and writes `results/*.json` there. Without arguments this lists what exists.
+A reproduction is a folder `reproductions/<paper>/<row>/` with a `run.py` that has two functions:
+
+    main(folder, size, seeds, runs)    trains and measures what the row needs, into results/<size>.json
+    table(folder, size)                puts what is in that file beside the paper's figures in README.md
+
+Sizes are `small` (two cores), `smoke` (seconds, on text that is always there) and `paper` (the paper's own numbers).
+Without arguments this lists what exists.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from mnemic.cli.options import Parser
 from mnemic.errors import MnemicError, UsageError, unknown_name
 
 HERE = Path(__file__).resolve().parent
+SIZES = ("small", "smoke", "paper")
+
+if str(HERE) not in sys.path:
+    sys.path.append(str(HERE))  # rows import what their paper's rows share: `from trime.harness import ...`
 
 
 def rows(root: Path) -> dict[str, dict[str, Path]]:
@@ -32,24 +44,64 @@ def listing(found: dict[str, dict[str, Path]]) -> str:
 
 def run(root: Path, arguments: Sequence[str]) -> None:
     """Runs the row that `arguments` name (paper, row); lists all rows if they name none."""
+    asked = parser().parse_args(list(arguments))
     found = rows(root)
-    if not arguments:
+    if asked.paper is None:
         print(listing(found))
         return
-    if arguments[0] not in found:
-        raise unknown_name("paper", arguments[0], found)
-    papers_rows = found[arguments[0]]
-    if len(arguments) != 2:
-        raise UsageError(f"expected a paper and a row; the rows of {arguments[0]} are {', '.join(papers_rows)}")
-    if arguments[1] not in papers_rows:
-        raise unknown_name(f"row of {arguments[0]}", arguments[1], papers_rows)
-    folder = papers_rows[arguments[1]]
-    spec = importlib.util.spec_from_file_location(f"{arguments[0]}_{arguments[1]}", folder / "run.py")
+    if asked.paper not in found:
+        raise unknown_name("paper", asked.paper, found)
+    papers_rows = found[asked.paper]
+    if asked.row is None:
+        raise UsageError(f"expected a paper and a row; the rows of {asked.paper} are {', '.join(papers_rows)}")
+    if asked.row not in papers_rows:
+        raise unknown_name(f"row of {asked.paper}", asked.row, papers_rows)
+    if asked.size not in SIZES:
+        raise unknown_name("size", asked.size, SIZES)
+    folder = papers_rows[asked.row]
+    module = load(folder)
+    if asked.data is not None:
+        os.environ["MNEMIC_DATA"] = asked.data
+    if not asked.table:
+        module.main(folder, asked.size, read_seeds(asked.seeds), Path(asked.runs))
+    if asked.size != "smoke":
+        module.table(folder, asked.size)
+
+
+def parser() -> Parser:
+    """The options of the command."""
+    options = Parser("reproduce", "Runs one table or figure of a paper.", "  python reproductions/run.py trime table10")
+    options.add_argument("paper", nargs="?", help="a paper; nothing lists them all")
+    options.add_argument("row", nargs="?", help="a table or figure of it")
+    options.add_argument("size", nargs="?", default="small", help=f"{', '.join(SIZES)}; default: small")
+    options.add_argument("--seeds", metavar="0,1,2", help="the seeds to run; default: those of the settings")
+    options.add_argument("--data", metavar="FOLDER", help="where the corpora lie; default: MNEMIC_DATA, or the hub")
+    options.add_argument(
+        "--runs", metavar="FOLDER", default="runs/reproductions", help="where trained models and stores are kept"
+    )
+    options.add_argument("--table", action="store_true", help="run nothing, only make the table in README.md again")
+    return options
+
+
+def read_seeds(text: str | None) -> list[int] | None:
+    """The numbers in "0,1,2"."""
+    if text is None:
+        return None
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--seeds {text}: expected numbers with commas between, as 0,1,2") from None
+
+
+def load(folder: Path) -> Any:
+    """The module `run.py` of a row."""
+    name = f"{folder.parent.name}_{folder.name}"
+    spec = importlib.util.spec_from_file_location(name, folder / "run.py")
     if spec is None or spec.loader is None:
         raise UsageError(f"{folder / 'run.py'} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.main(folder)
+    return module
 
 
 def main() -> int:

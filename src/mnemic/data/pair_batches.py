@@ -14,6 +14,7 @@ import xxhash
 
 from mnemic.data.pairs import Pair
 from mnemic.data.shuffle import shuffled
+from mnemic.data.similar import chain, kept_similar
 from mnemic.data.streams import IGNORED, check_settings
 from mnemic.data.tokenized import TokenizedCorpus, tokenize_corpus
 from mnemic.errors import DamagedError, UsageError
@@ -146,7 +147,7 @@ class PairBatches:
         if left_out and rank == 0 and epochs is None:  # once a run
             log.warning("%d of %d pairs are left out: longer than %d tokens", left_out, len(pairs), segment_length)
         self._epoch, self._next = 0, 0
-        self._batches = self._plan(0)
+        self._batches = self.plan(0)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
@@ -156,11 +157,11 @@ class PairBatches:
             if self._epoch + 1 == self.epochs:
                 raise StopIteration
             self._epoch, self._next = self._epoch + 1, 0
-            self._batches = self._plan(self._epoch)
+            self._batches = self.plan(self._epoch)
         self._next += 1
-        return self._batch(self._batches[self._next - 1])
+        return self.batch(self._batches[self._next - 1])
 
-    def _plan(self, epoch: int) -> list[np.ndarray]:
+    def plan(self, epoch: int) -> list[np.ndarray]:
         """The numbers of the pairs of each batch of an epoch."""
         order = self._length_order(epoch) if self._order is None else self._given_order(epoch)
         order = order[self._fits[order]]
@@ -196,7 +197,7 @@ class PairBatches:
             yield slice(start, stop)
             start = stop
 
-    def _batch(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
+    def batch(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """This rank's rows of the batch of these pairs, as wide as those of the others."""
         import torch
 
@@ -229,10 +230,13 @@ class PairBatches:
                     f"resume with the same corpus and settings"
                 )
         self._epoch, self._next = state["epoch"], state["next"]
-        self._batches = self._plan(self._epoch)
+        self._batches = self.plan(self._epoch)
+
+    @cached_property
+    def _order_checksum(self) -> str | None:
+        return None if self._order is None else xxhash.xxh3_128_hexdigest(self._given_order(0).tobytes())
 
     def _identity(self) -> dict[str, Any]:
-        order = None if self._order is None else xxhash.xxh3_128_hexdigest(self._given_order(0).tobytes())
         return {
             "corpus": self.pairs.fingerprint,
             "row_count": self._multiple,
@@ -240,5 +244,39 @@ class PairBatches:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "epochs": self.epochs,
-            "order": order,
+            "order": self._order_checksum,
         }
+
+
+class SimilarPairs(PairBatches):
+    """Batches of pairs whose targets have many words in common, for training with the rest of the batch as memory.
+
+    As in "Training Language Models with Memory Augmentation" (arXiv:2205.12674), appendix C: Algorithm 1 lays a chain
+    through the targets, anew for each epoch, as SimilarSegments does through segments. It is cut into batches, which
+    come in random order. Pairs of any length share a batch, so there is more padding than in batches by length. In
+    `folder` the result of the search is kept and used again.
+    """
+
+    def __init__(
+        self,
+        pairs: TokenizedPairs,
+        batch_size: int,
+        segment_length: int,
+        seed: int = 0,
+        k: int = 20,
+        epochs: int | None = None,
+        folder: str | Path | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        check_settings(epochs, rank, k=k, world_size=world_size)
+        targets = [pairs[number][1].tolist() for number in range(len(pairs))]
+        path = None if folder is None else Path(folder) / f"similar-targets-{k}.safetensors"
+        made_from = {"corpus": pairs.target.fingerprint, "k": str(k)}
+        self._neighbours = kept_similar(path, made_from, targets, pairs.target.vocab_size, k)
+        options: dict[str, Any] = {"seed": seed, "epochs": epochs, "rank": rank, "world_size": world_size}
+        super().__init__(pairs, batch_size, segment_length, order=self._chain, **options)
+
+    def _chain(self, epoch: int) -> np.ndarray:
+        """All pairs in the order of an epoch, before its batches are shuffled."""
+        return chain(self._neighbours, self._shuffled(len(self.pairs), 2 * epoch))

@@ -118,16 +118,9 @@ class SimilarSegments:
 
     def _find_neighbours(self, folder: str | Path | None) -> np.ndarray:
         """The similar segments of each segment, from the folder if they are there."""
-        if folder is None:
-            return find_similar(self.segments, self.corpus.vocab_size, self.k)
-        path = Path(folder) / f"similar-{self.segment_length}-{self.k}.safetensors"
+        path = None if folder is None else Path(folder) / f"similar-{self.segment_length}-{self.k}.safetensors"
         made_from = {"corpus": self.corpus.fingerprint, "segment_length": str(self.segment_length), "k": str(self.k)}
-        neighbours = _kept(path, made_from)
-        if neighbours is None:
-            neighbours = find_similar(self.segments, self.corpus.vocab_size, self.k)
-            record = {**made_from, "checksum": _checksum(neighbours)}
-            write_bytes(path, save({"neighbours": neighbours}, record))
-        return neighbours
+        return kept_similar(path, made_from, self.segments, self.corpus.vocab_size, self.k)
 
     def state_dict(self) -> dict[str, Any]:
         """How many batches were read, the same on every rank; the next batch after loading it is the next one now."""
@@ -190,6 +183,23 @@ def chain(neighbours: np.ndarray, starts: Iterable[int]) -> np.ndarray:
             near = neighbours[segment]
             segment = near[left[near].argmax()]  # the first if none is left, which ends the loop
     return np.array(order, np.int64)
+
+
+def kept_similar(
+    path: Path | None,
+    made_from: dict[str, str],
+    segments: Segments | Sequence[Sequence[int]],
+    vocab_size: int,
+    k: int,
+) -> np.ndarray:
+    """What `find_similar` finds; kept in a file, if a path is given, and read from there if it is of the same."""
+    if path is None:
+        return find_similar(segments, vocab_size, k)
+    neighbours = _kept(path, made_from)
+    if neighbours is None:
+        neighbours = find_similar(segments, vocab_size, k)
+        write_bytes(path, save({"neighbours": neighbours}, {**made_from, "checksum": _checksum(neighbours)}))
+    return neighbours
 
 
 def find_similar(segments: Segments | Sequence[Sequence[int]], vocab_size: int, k: int = 20) -> np.ndarray:

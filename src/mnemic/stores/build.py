@@ -2,6 +2,7 @@
 
 Documents are read in windows that overlap, in a fixed order and in fixed batches, so that a build that was killed goes
 on at the first batch that was not committed (progress.py) and ends with the same rows, bit for bit on the same machine.
+A model that translates reads whole pairs instead; then the documents are the targets.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ class BuildConfig(StoreConfig):
         "ffn", "whose input is the key: ffn (the last feed-forward), ffn:3 (block 3's), output (the head), or a module"
     )
     split: str = option("train", "the part of the corpus to read: train, valid, test or all")
-    window: int | None = option(None, "tokens that the model reads at once; unset: 512, or what it has positions for")
+    window: int | None = option(
+        None,
+        "tokens that the model reads at once, or longest pair that it reads; unset: 512, or what it has positions for",
+    )
     min_context: int | None = option(
         None, "tokens that each key looks back on, if its document has them; unset: half of the window, 0 is fastest"
     )
-    batch_size: int = option(8, "windows at once; a build goes on only with the same")
+    batch_size: int = option(8, "windows at once, or as many pairs as they hold; a build goes on only with the same")
     namespace: str = option("default", "whom the rows belong to: a user, a domain, a set of documents")
     max_probability: float = option(
         1.0, "leave out rows whose token the model itself gives a higher probability than this; 1 keeps all"
@@ -111,8 +115,7 @@ class Build:
     """One build: what it reads, with which settings, and what came of it (`report`)."""
 
     def __init__(self, model: Any, tokenizer: Any, corpus: Any, path: str | Path, config: BuildConfig) -> None:
-        from mnemic.data import tokenize_corpus
-        from mnemic.stores.encode import Encoder, KeyWindows, documents_of, what_is_left_out, window_of
+        from mnemic.stores.encode import Encoder, key_windows, what_is_left_out
         from mnemic.stores.origin import origin_of
         from mnemic.stores.ram import RamStore
         from mnemic.train.terminal import say
@@ -120,18 +123,17 @@ class Build:
         _check_namespace(RamStore("ram:", StoreConfig(dim=1)), config.namespace)
         self.model, self.tokenizer, self.path, self.config = model, tokenizer, str(path), config
         self.encoder = Encoder(model, tokenizer, config.layer)
-        window, min_context = window_of(model, config.window, config.min_context)
-        read, self.corpus = documents_of(corpus, config.split)
         if left_out := what_is_left_out(corpus, config.split):
             say(left_out)
-        tokens = tokenize_corpus(read(), tokenizer, config.tokens)
-        self.windows = KeyWindows(tokens, window, window - min_context, config.batch_size)
+        how = config.window, config.min_context, config.batch_size, config.tokens
+        self.windows, self.corpus = key_windows(model, tokenizer, corpus, config.split, *how)
+        window = self.windows.window
         self.reading = Reading(
             corpus=self.corpus,
             split=config.split,
-            text=tokens.fingerprint,
+            text=self.windows.fingerprint,
             window=window,
-            min_context=min_context,
+            min_context=window - self.windows.stride,
             batch_size=config.batch_size,
             namespace=config.namespace,
             max_probability=config.max_probability,
@@ -140,7 +142,7 @@ class Build:
             model, tokenizer, layer=self.encoder.layer, corpus=self.reading.text_for_origin(), context=window
         )
         self.origin = Origin.from_dict({**origin.to_dict(), **config.origin})
-        self.total = tokens.target_count
+        self.total = self.windows.total
         self.report: dict[str, Any] = {}
 
     def run(self) -> Store:
@@ -339,9 +341,8 @@ def add_to_store(
     A document that the store has already is refused, or with `replace` takes the place of the old one. If this fails
     on the way, the store is closed, so that no later commit makes half of it durable.
     """
-    from mnemic.data import tokenize_corpus
     from mnemic.stores.base import Where
-    from mnemic.stores.encode import Encoder, KeyWindows, documents_of, encode_group, window_of
+    from mnemic.stores.encode import Encoder, encode_group, key_windows
     from mnemic.stores.origin import check_origin
     from mnemic.train.terminal import progress_bar
 
@@ -352,16 +353,15 @@ def add_to_store(
     if not origin.layer:
         raise UsageError(f"{store.address} does not say which layer its keys come from: build it anew to add to it")
     encoder = Encoder(model, tokenizer, origin.layer)
-    window, min_context = window_of(model, origin.context or None, was.min_context if was else None)
-    read, name = documents_of(corpus, split)
-    tokens = tokenize_corpus(read(), tokenizer)
+    how = origin.context or None, was.min_context if was else None, batch_size
+    windows, name = key_windows(model, tokenizer, corpus, split, *how)
+    tokens = windows.corpus
     where = Where(frozenset([namespace]), frozenset(tokens.id(number) for number in range(len(tokens))))
     if not replace:
         _refuse_known(store, where, name)
-    windows = KeyWindows(tokens, window, window - min_context, batch_size)
     added = replaced = 0
     try:
-        with encoder.reading(), progress_bar(tokens.target_count, "row") as bar:
+        with encoder.reading(), progress_bar(windows.total, "row") as bar:
             replaced = store.delete(where) if replace else 0
             for group in windows.groups():
                 rows = encode_group(encoder, windows, group, namespace, was.max_probability if was else 1.0)

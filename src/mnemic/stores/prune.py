@@ -304,25 +304,23 @@ def votes(found: Found) -> NDArray[np.int64]:
 
 def held_out(model: Any, tokenizer: Any, store: Store, corpus: Any, split: str = "valid", rows: int = SAMPLE) -> Sample:
     """About `rows` contexts from all over a split, read as the store's own text was, without documents that it has."""
-    from mnemic.data import tokenize_corpus
     from mnemic.stores.build import Reading
-    from mnemic.stores.encode import Encoder, KeyWindows, documents_of, encode_group, window_of
+    from mnemic.stores.encode import Encoder, encode_group, key_windows
 
     origin = Origin.from_dict(dict(store.config.origin))
     was = Reading.of(origin)
     encoder = Encoder(model, tokenizer, origin.layer)
-    window, context = window_of(model, origin.context or None, was.min_context if was else None)
-    read, name = documents_of(corpus, split)
-    tokens = tokenize_corpus(read(), tokenizer)
+    how = origin.context or None, was.min_context if was else None, 1
+    windows, name = key_windows(model, tokenizer, corpus, split, *how)
+    tokens = windows.corpus
     known = documents_in(store, tokens)
-    windows = KeyWindows(tokens, window, window - context, 1)
-    count = sum(group[0][0] not in known for group in windows.groups())
+    new = [group for group in windows.groups() if known.isdisjoint(document for document, *_ in group)]
+    count = len(new)
     if not count:
         raise UsageError(f"{store.address} has all of {name}, split {split}: measure on a text that it does not have")
     each, choose = -(-rows // min(SAMPLED_WINDOWS, count)), np.random.default_rng(0)
     keys, values = [], []
     with encoder.reading():
-        new = (group for group in windows.groups() if group[0][0] not in known)
         for group in islice(new, 0, None, max(1, count // SAMPLED_WINDOWS)):
             encoded = encode_group(encoder, windows, group, "held out")
             some = choose.permutation(encoded.seen)[:each]

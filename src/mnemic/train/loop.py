@@ -203,12 +203,14 @@ class Loop:
         self.objective.check_batching(config.batching)
         if config.batching == "consecutive":
             return ConsecutiveSegments(tokens, self.rows, config.segment_length, config.consecutive, **options)
-        if self.objective.kind == "seq2seq":
-            return SimilarPairs(tokens, self.rows, config.segment_length, **options)
-        options |= {"shuffled": config.batching == "shuffled", "folder": self.out / "neighbours"}
+        options["folder"] = self.out / "neighbours"
         if not processes.is_main:
             processes.collect(None)  # the main one searches, and the others read what it found
-        stream = SimilarSegments(tokens, self.rows, config.segment_length, **options)
+        if self.objective.kind == "seq2seq":
+            stream: Any = SimilarPairs(tokens, self.rows, config.segment_length, **options)
+        else:
+            shuffled = config.batching == "shuffled"
+            stream = SimilarSegments(tokens, self.rows, config.segment_length, shuffled=shuffled, **options)
         if processes.is_main:
             processes.collect(None)
         return stream

@@ -55,8 +55,11 @@ class Objective(ABC):
 
     def check_batching(self, batching: str) -> None:
         """UsageError if batches other than documents read in order do not suit the model."""
-        if self.kind == "seq2seq":
-            raise UsageError(f"batching = {batching!r} is for a text, not for pairs: use 'documents'")
+        if self.kind == "seq2seq" and batching != "similar":
+            raise UsageError(
+                f"batching = {batching!r} is of the segments of a text: pairs are batched by their length with "
+                "'documents', or by what their targets have in common with 'similar'"
+            )
         if getattr(self.model.config, "xl_length", 0):
             raise UsageError(
                 f"batching = {batching!r}: a model with an XL cache reads on from batch to batch, use 'documents'"

@@ -25,11 +25,6 @@ class Seq2Seq(Objective):
 
     def __init__(self, model: Any, tokenizer: Any, seed: int, label_smoothing: float = 0.0) -> None:
         super().__init__(model, tokenizer, seed)
-        if label_smoothing and hasattr(model, "token_losses"):
-            raise UsageError(
-                f"label_smoothing = {label_smoothing}: {type(model).__name__} gives no logits of the whole vocabulary "
-                "in training; leave it at 0"
-            )
         self.label_smoothing = label_smoothing
         self.keeps_documents_apart = True  # a row is one pair
         self.start = decoder_start(model)
@@ -63,16 +58,22 @@ class Seq2Seq(Objective):
         """The negative log likelihood of the targets; in training with a share of label smoothing, if there is any.
 
         Smoothed, a target's loss is (1 - s) times its own and s times the mean over the vocabulary (arXiv:1512.00567).
+        A memory at the output is in the target's own loss; the mean is that of the model's softmax without it.
         """
-        inputs, targets = {"use_cache": False, **self.inputs(batch)}, batch["targets"]
+        targets = batch["targets"]
+        losses, outputs = token_losses(self.model, targets, use_cache=False, **self.inputs(batch))
         if not (self.label_smoothing and self.model.training):
-            return token_losses(self.model, targets, **inputs)[0]
-        logits = self.model(**inputs).logits.flatten(0, 1)
+            return losses
+        logits = getattr(outputs, "logits", None)
+        if logits is None:
+            raise UsageError(
+                f"label_smoothing = {self.label_smoothing}: {type(self.model).__name__} gives no logits of the whole "
+                "vocabulary in training; leave it at 0"
+            )
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(
-            logits, targets.flatten(), ignore_index=IGNORED, reduction="none", label_smoothing=self.label_smoothing
-        )
-        return losses.view_as(targets)
+        everywhere = logits.logsumexp(-1) - logits.mean(-1)
+        smoothed = (1 - self.label_smoothing) * losses + self.label_smoothing * everywhere
+        return smoothed.masked_fill(targets == IGNORED, 0)
 
 
 def check_parallel(corpus: Any) -> ParallelCorpus:

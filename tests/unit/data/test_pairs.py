@@ -6,7 +6,7 @@ import gzip
 import json
 import lzma
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mnemic.data import Document, open_corpus, train_tokenizer
-from mnemic.data.pair_batches import PairBatches, TokenizedPairs, tokenize_pairs
+from mnemic.data.pair_batches import PairBatches, SimilarPairs, TokenizedPairs, tokenize_pairs
 from mnemic.data.pairs import Pair, ParallelCorpus
 from mnemic.errors import UsageError
 
@@ -311,6 +311,72 @@ def test_pairs_that_are_too_long_are_said_to_be_left_out(toy_pairs, caplog):
     assert numbers(one_epoch(pairs, 2, 8)) == [[0]]
     PairBatches(pairs, 2, 8)
     assert caplog.messages == ["2 of 3 pairs are left out: longer than 8 tokens"]
+
+
+# Batches of similar targets
+
+TOPICS = 6
+
+
+@pytest.fixture(scope="session")
+def topics(byte_tokenizer) -> TokenizedPairs:
+    """Pairs 0, 6, 12, ... have targets of one topic, 1, 7, 13, ... of the next; their sources are of other topics."""
+    random, letters = np.random.default_rng(3), ["abc", "def", "ghi", "jkl", "mno", "pqr"]
+
+    def text(topic: int) -> str:
+        return "".join(random.choice(list(letters[topic]), random.integers(3, 9)))
+
+    return tokenize_pairs(corpus_of([(text(n // 5 % TOPICS), text(n % TOPICS)) for n in range(90)]), byte_tokenizer)
+
+
+def purity(batches: list[list[int]]) -> float:
+    """The share of neighbours in a batch whose targets are of one topic."""
+    same = [one % TOPICS == other % TOPICS for batch in batches for one, other in pairwise(batch)]
+    return sum(same) / len(same)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_targets_of_a_batch_have_much_in_common(topics, seed):
+    similar = numbers(list(SimilarPairs(topics, 4, 10, seed=seed, epochs=1)))
+    random = numbers(one_epoch(topics, 4, 10, seed=seed, order=np.random.default_rng(seed).permutation(90)))
+    assert sorted(flat(similar)) == sorted(flat(random)) == list(range(90))
+    assert purity(similar) > 0.9
+    assert purity(random) < 0.3
+
+
+def test_each_epoch_lays_another_chain_and_long_pairs_are_left_out(topics):
+    batches = numbers(list(SimilarPairs(topics, 4, 7, epochs=2)))
+    fit = [number for number in range(90) if topics.lengths[number].max() <= 7]
+    ends = next(end for end in range(len(batches)) if sum(map(len, batches[:end])) == len(fit))
+    first, second = batches[:ends], batches[ends:]
+    assert sorted(flat(first)) == sorted(flat(second)) == fit
+    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in second}
+    assert numbers(list(SimilarPairs(topics, 4, 7, epochs=2))) == batches
+    assert numbers(list(SimilarPairs(topics, 4, 7, epochs=2, seed=1))) != batches
+
+
+def test_processes_share_a_batch_of_similar_targets(topics):
+    whole = list(SimilarPairs(topics, 6, 9, epochs=1))
+    parts = [list(SimilarPairs(topics, 3, 9, epochs=1, rank=rank, world_size=2)) for rank in range(2)]
+    for together, *own in zip(whole, *parts, strict=True):
+        for name, tensor in together.items():
+            assert torch.equal(torch.cat([part[name] for part in own]), tensor)
+
+
+@pytest.mark.parametrize("read", [0, 3, 40, 61])
+def test_similar_targets_go_on_where_they_stopped(topics, read):
+    straight = SimilarPairs(topics, 2, 9, seed=3)
+    for _ in range(read):
+        next(straight)
+    state = json.loads(json.dumps(straight.state_dict()))
+    resumed = SimilarPairs(topics, 2, 9, seed=3)
+    resumed.load_state_dict(state)
+    for _ in range(50):
+        one, other = next(straight), next(resumed)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    for wrong in (SimilarPairs(topics, 2, 9, seed=3, k=1), PairBatches(topics, 2, 9, seed=3)):
+        with pytest.raises(UsageError, match="resume with the same corpus and settings"):
+            wrong.load_state_dict(state)
 
 
 def test_multi30k(shared_data):

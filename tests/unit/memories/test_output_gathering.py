@@ -198,9 +198,12 @@ def test_contexts_among_all_tokens_see_what_they_would_by_themselves() -> None:
     draw = torch.Generator().manual_seed(0)
     documents, segments = torch.randint(3, (1, 12), generator=draw), torch.arange(12)[None] // 4
     local = torch.rand(1, 12, generator=draw) < 0.5
-    whole = Own(documents, segments, local).visible(0, 12, 12)
+    whole, part = torch.zeros(1, 12, 12), torch.zeros(1, 3, 12)
+    Own(documents, segments, local).hide(whole, 0, 12)
     among = Among(documents, segments, local, 5)
-    assert torch.equal(among.visible(1, 4, 12), whole[:, 6:9])
+    among.hide(part, 1, 4)
+    assert torch.equal(part, whole[:, 6:9])
+    assert 0 < torch.isinf(part).sum() < part.numel()
     assert among.end(3, 12) == 12
 
 

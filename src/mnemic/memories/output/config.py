@@ -93,7 +93,8 @@ class OutputMemory(MemoryConfig):
     def changed(self, **settings: Any) -> Self:
         """The same memory, with the same open store if it was given one, with other settings."""
         other = dataclasses.replace(self, **settings)
-        other.store = self.store
+        if "external" not in settings:
+            other.store = self.store
         return other
 
     def neutral(self) -> Self:

@@ -43,9 +43,9 @@ class Among(Own):
 
     first: int = 0
 
-    def visible(self, start: int, last: int, end: int) -> Tensor:
-        """(R, contexts, pairs) of the contexts from `start` to `last` and the first `end` pairs."""
-        return super().visible(self.first + start, self.first + last, end)
+    def hide(self, scores: Tensor, start: int, last: int) -> None:
+        """Sets scores (R, contexts, pairs) of the contexts from `start` to `last` to -inf where a pair is not seen."""
+        super().hide(scores, self.first + start, self.first + last)
 
 
 def whole_batch(own: Piece, local_dropout: float) -> tuple[Piece, Own]:

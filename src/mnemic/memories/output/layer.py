@@ -69,16 +69,24 @@ class Own:
         """How many of the first pairs the contexts up to `last` can see at most."""
         return pairs if self.segments is not None else min(last, pairs)
 
-    def visible(self, start: int, last: int, end: int) -> Tensor:
-        """(R, contexts, pairs) of the contexts from `start` to `last` and the first `end` pairs."""
-        device = self.documents.device
+    def hide(self, scores: Tensor, start: int, last: int) -> None:
+        """Sets scores (R, contexts, pairs) of the contexts from `start` to `last` to -inf where a pair is not seen."""
+        end = scores.shape[-1]
+        if self.segments is not None:
+            scores.masked_fill_(~self._visible(start, last, end), -torch.inf)
+            return
+        later = torch.ones(last - start, end - start, dtype=torch.bool, device=scores.device).triu()
+        scores[..., start:].masked_fill_(later, -torch.inf)
+        if (self.documents != self.documents[:, :1]).any():
+            scores.masked_fill_(self.documents[:, start:last, None] != self.documents[:, None, :end], -torch.inf)
+
+    def _visible(self, start: int, last: int, end: int) -> Tensor:
+        device, segments = self.documents.device, self.segments
         before = torch.arange(end, device=device) < torch.arange(start, last, device=device)[:, None]
         own = before & (self.documents[:, start:last, None] == self.documents[:, None, :end])
-        if self.segments is None:
-            return own
         if self.local is not None:
             own &= self.local[:, start:last, None]
-        return own | (self.segments[:, start:last, None] != self.segments[:, None, :end])
+        return own | (segments[:, start:last, None] != segments[:, None, :end])  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,9 @@ class Past:
         """How many of the first pairs the contexts up to `last` can see at most."""
         return pairs
 
-    def visible(self, start: int, last: int, end: int) -> Tensor:
-        """(R, contexts, pairs) of the contexts from `start` to `last` and the first `end` pairs."""
-        return self.documents[:, start:last, None] == self.pairs[:, None, :end]
+    def hide(self, scores: Tensor, start: int, last: int) -> None:
+        """Sets scores (R, contexts, pairs) of the contexts from `start` to `last` to -inf where a pair is not seen."""
+        scores.masked_fill_(self.documents[:, start:last, None] != self.pairs[:, None], -torch.inf)
 
 
 def mass(queries: Tensor, keys: Tensor, targets: Tensor, values: Tensor, sight: Own | Past) -> Mass:
@@ -113,10 +121,13 @@ class _Mass(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         everything, matching = (torch.full_like(targets, -torch.inf, dtype=queries.dtype) for _ in range(2))
         for start, last, scores, match in _blocks(queries, keys, targets, values, sight):
-            highest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-            weights = scores.sub_(highest).exp_()
-            everything[:, start:last] = weights.sum(-1).log_().add_(highest.squeeze(-1))
-            matching[:, start:last] = weights.mul_(match).sum(-1).log_().add_(highest.squeeze(-1))
+            highest, place = scores.max(-1)
+            shares = scores.softmax(-1)  # of a context's mass; undefined where it sees nothing
+            total = highest - shares.gather(-1, place[..., None]).squeeze(-1).log()
+            of_target = shares.mul_(match).sum(-1).log_().add_(total)
+            empty = highest == -torch.inf
+            everything[:, start:last] = total.masked_fill_(empty, -torch.inf)
+            matching[:, start:last] = of_target.masked_fill_(empty, -torch.inf)
         ctx.save_for_backward(queries, keys, targets, values, everything, matching)
         ctx.sight = sight
         return everything, matching
@@ -126,11 +137,14 @@ class _Mass(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, targets, values, everything, matching = ctx.saved_tensors
         to_queries, to_keys = torch.zeros_like(queries), torch.zeros_like(keys)
-        everything, matching = (total.masked_fill(total == -torch.inf, torch.inf) for total in (everything, matching))
+        empty = everything == -torch.inf
+        to_all = gradients[0].masked_fill(empty, 0)
+        share = (matching - everything.masked_fill(empty, 0)).clamp(min=math.log(torch.finfo(queries.dtype).tiny))
+        to_target = to_all + gradients[1].masked_fill(matching == -torch.inf, 0) * (-share).exp()
         for start, last, scores, match in _blocks(queries, keys, targets, values, ctx.sight):
             rows = slice(start, last)
-            of_target = (scores - matching[:, rows, None]).exp_().mul_(match).mul_(gradients[1][:, rows, None])
-            weights = scores.sub_(everything[:, rows, None]).exp_().mul_(gradients[0][:, rows, None]).add_(of_target)
+            shares = scores.softmax(-1).masked_fill_(empty[:, rows, None], 0)
+            weights = shares.mul_(torch.where(match, to_target[:, rows, None], to_all[:, rows, None]))
             end = weights.shape[-1]
             to_queries[:, rows] = weights @ keys[:, :end]
             if ctx.needs_input_grad[1]:
@@ -144,14 +158,17 @@ def _blocks(queries: Tensor, keys: Tensor, targets: Tensor, values: Tensor, sigh
     pairs = values.shape[1]
     if not pairs:
         return
+    nothing = values == NOTHING
+    some_nothing = bool(nothing.any())
     step = max(1, BLOCK // (rows * pairs))
     for start in range(0, contexts, step):
         last = min(start + step, contexts)
         end = sight.end(last, pairs)
         scores = queries[:, start:last] @ keys[:, :end].transpose(1, 2)
-        hidden = ~sight.visible(start, last, end) | (values[:, None, :end] == NOTHING)
-        match = targets[:, start:last, None] == values[:, None, :end]
-        yield start, last, scores.masked_fill_(hidden, -torch.inf), match
+        sight.hide(scores, start, last)
+        if some_nothing:
+            scores.masked_fill_(nothing[:, None, :end], -torch.inf)
+        yield start, last, scores, targets[:, start:last, None] == values[:, None, :end]
 
 
 @torch.no_grad()

@@ -1,0 +1,147 @@
+"""Evaluation with a store of a million rows against the plain model: time, and how much of exact search's gain is kept.
+
+A model of the paper's 38M parameters is trained for a short while on the bytes of a text and reads a million of them
+into stores; then other bytes are scored without and with each store, in turns. What differs is how it is searched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import RESULTS, machine
+
+STORES = {  # settings of the store; of the memory
+    "exact": ({"index": "exact"}, {}),
+    "usual": ({}, {}),
+    "codes": ({"index": "IVF2048,PQ128x4fs", "keys": "codes"}, {}),
+    "codes of half the width": ({"index": "PCA256,IVF2048,PQ128x4fs", "keys": "codes"}, {}),
+    "codes, half of the tokens": ({"index": "IVF2048,PQ128x4fs", "keys": "codes"}, {"retrieve": 0.5}),
+    "codes, a quarter of the tokens": ({"index": "IVF2048,PQ128x4fs", "keys": "codes"}, {"retrieve": 0.25}),
+}
+
+
+def main() -> None:
+    """Makes what is not there yet, and measures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("text", type=Path, help="a folder with train.txt, valid.txt and test.txt")
+    parser.add_argument("--folder", type=Path, default=Path("bench-external"), help="for the model and the stores")
+    parser.add_argument("--steps", type=int, default=200, help="training steps of 2048 tokens")
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--tokens", type=int, default=16_384, help="that are scored in each turn")
+    parser.add_argument("--repeats", type=int, default=3, help="turns, of which the fastest counts")
+    parser.add_argument("--stores", nargs="*", default=list(STORES), choices=list(STORES))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    trained(options)
+    result = {"measured": measure(options), "tokens": options.tokens, "rows": options.rows, **machine()}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "output-external.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def trained(options: argparse.Namespace) -> None:
+    """Trains the model, or goes on with it."""
+    run = options.folder / "run"
+    command = ["train", str(options.text), "--model=preset:trime-38m", "--tokenizer=byte", f"--steps={options.steps}"]
+    command += ["--batch-size=4", "--segment-length=512", "--learning-rate=0.0006", f"--warmup={options.steps // 10}"]
+    command += ["--checkpoint-every=50", f"--out={run}", "--resume"]
+    if not (run / "report.json").exists():
+        subprocess.run([sys.executable, "-m", "mnemic", *command], check=True)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Perplexity and time of the plain model and with each store."""
+    import mnemic
+    from mnemic.cli.loading import load_model
+
+    model, tokenizer = load_model(str(options.folder / "run"))
+    corpus = mnemic.open_corpus(str(options.text))
+    how = {"window": 512, "batch_size": 8}
+    valid, test = (mnemic.EvaluateConfig(split=split, max_tokens=options.tokens, **how) for split in ("valid", "test"))
+    corpus = beginnings(corpus, options)
+
+    def timed() -> tuple[float, float]:
+        start = time.perf_counter()
+        found = mnemic.evaluate(model, tokenizer, corpus, test)
+        return found["perplexity"], time.perf_counter() - start
+
+    results: dict[str, Any] = {}
+    tuned = None
+    for name in options.stores:
+        settings, memory = STORES[name]
+        store = built(model, tokenizer, corpus, options, settings)
+        mnemic.augment(model, mnemic.OutputMemory.knn(store, k=1024, **memory))
+        if tuned is None or "retrieve" in memory:  # all have the settings that are best with exact search
+            found = mnemic.tune(model, tokenizer, corpus, valid)
+            if tuned is None:
+                tuned = found.memory
+            found.put_into(model)
+        else:
+            mnemic.augment(model, tuned.changed(external=store, **memory))
+        times: dict[str, list[float]] = {"plain": [], "memory": []}
+        for _ in range(1 if name == "exact" else options.repeats):
+            with model.memory.disabled():
+                plain, seconds = timed()
+            times["plain"].append(seconds)
+            perplexity, seconds = timed()
+            times["memory"].append(seconds)
+        results[name] = {
+            "plain_perplexity": plain,
+            "perplexity": perplexity,
+            "ratio": min(times["memory"]) / min(times["plain"]),
+            "seconds": times,
+            "bytes": store.summary().bytes,
+        }
+        if "exact" in results:
+            gain = plain - results["exact"]["perplexity"]
+            results[name]["share_of_gain"] = (plain - perplexity) / gain
+        print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
+        model.memory.detach()
+        store.close()
+    results["settings"] = {key: getattr(tuned, key) for key in ("k", "weight", "mix_temperature", "similarity")}
+    return results
+
+
+def beginnings(corpus: Any, options: argparse.Namespace) -> Any:
+    """As much of each split as is needed: a byte is a row."""
+    from mnemic.data import Corpus, Document
+
+    sizes = {"train": options.rows, "valid": options.tokens, "test": options.tokens}
+
+    def cut(split: str) -> Any:
+        document = next(iter(corpus.documents(split)))
+        text = document.text.encode()[: sizes[split]].decode(errors="ignore")
+        return [Document(document.id, text)]
+
+    return Corpus(corpus.name, {split: lambda split=split: cut(split) for split in sizes})
+
+
+def built(model: Any, tokenizer: Any, corpus: Any, options: argparse.Namespace, settings: dict[str, Any]) -> Any:
+    """A store of the training text; the model reads it once, for the exact store, and others have its rows."""
+    import mnemic
+
+    def path(settings: dict[str, Any]) -> Path:
+        name = "-".join(filter(None, (settings.get("keys"), settings.get("index", "usual").replace(",", "-"))))
+        return options.folder / f"{name}.store"
+
+    if settings == STORES["exact"][0]:
+        return mnemic.build_store(model, tokenizer, corpus, path(settings), window=512, min_context=64, **settings)
+    if path(settings).exists() and (store := mnemic.open_store(path(settings))).summary().rows:
+        return store
+    with mnemic.open_store(path(STORES["exact"][0])) as exact:
+        store = mnemic.open_store(path(settings), dataclasses.replace(exact.config, **{"index": "auto", **settings}))
+        for start in range(0, len(exact), 1 << 16):
+            rows = exact.get(range(start, min(start + (1 << 16), len(exact))))
+            store.add(rows.keys, rows.values, rows.references)
+    store.commit()
+    return store
+
+
+if __name__ == "__main__":
+    main()

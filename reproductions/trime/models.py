@@ -1,0 +1,117 @@
+"""The models of the tables: each is trained once for all tables, and tested with several memories.
+
+runs/tokenizer-<settings>/
+runs/<name>-<settings>-seed<seed>/
+    model/  report.json  ...     the run of `mnemic.train`
+    stores/<text>-<metric>-<settings>/
+    kept/<settings>.json         what was tuned and measured
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from trime.settings import Settings, identity
+
+import mnemic
+from mnemic.augment import AugmentedModel, augment
+from mnemic.cli.loading import load_model, new_model, read_new_model
+from mnemic.data import load_tokenizer, train_tokenizer
+from mnemic.errors import UsageError
+from mnemic.files import new_folder, write_text
+from mnemic.train import train
+from mnemic.train.terminal import no_other_bars
+
+HOW_OFTEN = ("out", "resume", "checkpoint_every", "keep", "log_every", "trackers")  # changes nothing in a model
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A way to train: with which memory in the softmax, and on which batches."""
+
+    name: str
+    batching: str = "shuffled"
+    memory: dict[str, Any] = field(default_factory=dict)  # of OutputMemory; empty: none
+
+    def changed(self, batching: str | None = None, **memory: Any) -> Trained:
+        """The same with a few changes."""
+        return replace(self, batching=batching or self.batching, memory=self.memory | memory)
+
+
+PLAIN = Trained("plain")
+LOCAL = Trained("local", memory={"training": "local"})
+LONG = Trained("long", "consecutive", {"training": "consecutive"})
+EXT = Trained("ext", "similar", {"training": "batch"})
+
+
+class Model:
+    """One trained model, by its settings and seed, in its folder below `runs`; `train` makes it if it is not there."""
+
+    def __init__(self, trained: Trained, settings: Settings, seed: int, runs: Path) -> None:
+        self.trained, self.settings, self.seed, self.runs = trained, settings, seed, runs
+        options = {"batching": trained.batching, **settings.train, "seed": seed, "resume": True}
+        if options["batching"] == "consecutive":
+            options["consecutive"] = settings.consecutive
+        config = mnemic.TrainConfig(**options)
+        self.memory = mnemic.OutputMemory(**trained.memory) if trained.memory else None
+        vocabulary = [settings.text("home").to_dict(), settings.tokenizer, settings.vocab_size]
+        self.tokenizer_folder = runs / f"tokenizer-{identity(vocabulary)}"
+        steps = {name: value for name, value in config.to_dict().items() if name not in HOW_OFTEN}
+        learned = self.memory.to_dict() if self.memory else {}
+        self.identity = identity(vocabulary, settings.model, settings.model_settings, steps, learned)
+        self.folder = runs / f"{trained.name}-{self.identity}-seed{seed}"
+        self.config = replace(config, out=str(self.folder))
+
+    def train(self) -> dict[str, Any]:
+        """Trains the model, or goes on with it, unless that is done; its report."""
+        if (self.folder / "model").is_dir():
+            report: dict[str, Any] = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
+            return report
+        if (new := read_new_model(self.settings.model)) is None:
+            raise UsageError(f"model = {self.settings.model!r}: expected a new one, as preset:small or decoder")
+        kind, usual = new
+        torch.manual_seed(self.seed)
+        model = new_model(self.tokenizer, kind, usual | self.settings.model_settings)
+        if self.memory is not None:
+            augment(model, self.memory)
+        corpus = self.settings.text("home").open()
+        return dict(train(model, self.tokenizer, corpus, self.config).report)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, trained on the home text, which all models of that text share."""
+        if not self.tokenizer_folder.is_dir():
+            settings = self.settings
+            documents = settings.text("home").open().documents("train")
+            tokenizer = train_tokenizer(documents, settings.tokenizer, settings.vocab_size)
+            with new_folder(self.tokenizer_folder) as folder:
+                tokenizer.save_pretrained(folder)
+        return load_tokenizer(self.tokenizer_folder)
+
+    def load(self) -> Any:
+        """The trained model without its memory."""
+        with no_other_bars():
+            model, _ = load_model(str(self.folder))
+        return model.memory.detach() if isinstance(model, AugmentedModel) else model
+
+    def store(self, model: Any, text: str, metric: str) -> Any:
+        """A store of the text `home` or `other`, built if it is not there; open."""
+        settings = {"metric": metric, **self.settings.store}
+        source = self.settings.text(text)
+        name = f"{text}-{metric}-{identity(settings, source.to_dict())}"
+        path = self.folder / "stores" / name
+        return mnemic.build_store(model, self.tokenizer, source.open(), path, mnemic.BuildConfig(**settings))
+
+    def kept(self, what: list[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was found with these settings before, or is made now and kept."""
+        path = self.folder / "kept" / f"{identity(what)}.json"
+        if not path.exists():
+            write_text(path, json.dumps(make(), indent=2) + "\n")
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found

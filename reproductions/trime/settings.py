@@ -1,0 +1,101 @@
+"""The settings of a table at one size: a TOML file, which may be like another one but for a few changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from trime.texts import Text
+
+from mnemic.config import Config, option
+from mnemic.errors import UsageError, unknown_name
+from mnemic.evaluate.config import EvaluateConfig
+from mnemic.stores.build import BuildConfig
+from mnemic.train.config import TrainConfig
+
+LIKE = "like"
+
+
+@dataclass(kw_only=True)
+class Settings(Config):
+    """What is trained on what, how it is tested, and with how large a memory."""
+
+    home: dict[str, Any] = option({}, "the text that models are trained on: see Text")
+    other: dict[str, Any] = option({}, "a text of another domain, if the table has one")
+    tested: str = option("home", "which of the two is tested on")
+    model: str = option("decoder", "as in `mnemic train --model`")
+    model_settings: dict[str, Any] = option({}, "settings of the model that differ")
+    tokenizer: str = option("word", "bpe, word or byte, trained on the home text")
+    vocab_size: int | None = option(None, "size of its vocabulary; unset: all words")
+    train: dict[str, Any] = option({}, "how models are trained: see TrainConfig; `batching` holds for all of them")
+    consecutive: int = option(1, "consecutive segments in a batch, for models trained with long-term memory (m)")
+    evaluate: dict[str, Any] = option({}, "how models are tested: see EvaluateConfig")
+    tune: dict[str, Any] = option({}, "what differs from that in tuning, such as max_tokens")
+    store: dict[str, Any] = option({}, "how stores are built: see BuildConfig")
+    long: int = option(0, "the largest long-term memory that is tried in testing")
+    k: int = option(1024, "the most rows of a store that are tried in testing (K)")
+    seeds: list[int] = option([0], "seeds of the models")
+    variants: dict[str, Any] = option({}, "name -> what differs from all this in some rows of the table")
+
+    def check(self) -> None:
+        """Raises an error for what the parts themselves refuse."""
+        self.text("home")
+        for config, settings in (
+            (TrainConfig, self.train),
+            (EvaluateConfig, self.evaluate),
+            (EvaluateConfig, self.tune),
+        ):
+            config.from_dict(settings)
+        BuildConfig.from_dict({**self.store, "dim": 1})
+        for name in self.variants:
+            self.varied(name)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The settings in a file."""
+        return cls.from_dict(_read(path))
+
+    def text(self, name: str) -> Text:
+        """The text `home` or `other`."""
+        settings = {"home": self.home, "other": self.other}[name]
+        if not settings:
+            raise UsageError(f"the settings name no {name} text: give a table [{name}] with a corpus")
+        return Text.from_dict(settings)
+
+    def varied(self, variant: str) -> Settings:
+        """The settings with the changes of a variant; as they are if there is none."""
+        plain = {name: value for name, value in self.to_dict().items() if name != "variants"}
+        if not variant:
+            return Settings.from_dict(plain)
+        if variant not in self.variants:
+            raise unknown_name("variant", variant, self.variants)
+        return Settings.from_dict(_merged(plain, self.variants[variant]))
+
+
+def identity(*parts: Any) -> str:
+    """A short name for settings: the same for the same ones."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"no such settings: {path}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    like = values.pop(LIKE, None)
+    return values if like is None else _merged(_read(path.parent / like), values)
+
+
+def _merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The values with changes, table by table."""
+    merged = dict(values)
+    for name, change in changes.items():
+        old = merged.get(name)
+        merged[name] = _merged(old, change) if isinstance(old, dict) and isinstance(change, dict) else change
+    return merged
