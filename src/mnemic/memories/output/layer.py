@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK = 1 << 22  # similarities that are formed at a time
+BLOCK = 1 << 21  # similarities that are formed at a time
 NOTHING = -100  # a value that is no token: of padding, of a document's end, or not known yet
 
 
@@ -148,7 +148,7 @@ class _Mass(torch.autograd.Function):
             end = weights.shape[-1]
             to_queries[:, rows] = weights @ keys[:, :end]
             if ctx.needs_input_grad[1]:
-                to_keys[:, :end] += weights.transpose(1, 2) @ queries[:, rows]
+                to_keys[:, :end].baddbmm_(weights.transpose(1, 2), queries[:, rows])
         return to_queries, to_keys, None, None, None
 
 
