@@ -14,7 +14,7 @@ from trime.texts import Text
 from mnemic.config import Config, option
 from mnemic.errors import UsageError, unknown_name
 from mnemic.evaluate.config import EvaluateConfig
-from mnemic.stores.build import BuildConfig
+from mnemic.stores.build_config import BuildConfig
 from mnemic.train.config import TrainConfig
 
 LIKE = "like"

@@ -25,7 +25,7 @@ _PUBLIC = {
     "load_tokenizer": "mnemic.data",
     "train_tokenizer": "mnemic.data",
     "build_store": "mnemic.stores.build",
-    "BuildConfig": "mnemic.stores.build",
+    "BuildConfig": "mnemic.stores.build_config",
     "prune_store": "mnemic.stores.prune",
     "PruneConfig": "mnemic.stores.prune",
     "open_store": "mnemic.stores",

@@ -23,6 +23,7 @@ from mnemic.errors import UsageError
 from mnemic.hf.anatomy import Anatomy, find
 from mnemic.hf.entrance import MARK, Entrance, reading
 from mnemic.hf.fingerprint import fingerprint
+from mnemic.hf.keys import module_path
 from mnemic.hf.losses import masses_of_logits
 from mnemic.hf.positions import separates_documents
 from mnemic.memories.base import Handle, Masses, Reading
@@ -124,7 +125,17 @@ class Memory(nn.Module):
             if (address := getattr(handle.config, "external", None)) is not None and not handle.connected:
                 given = handle.config.store  # type: ignore[attr-defined]
                 opened = OPENERS.load("store")(address, model=self._owner[0]) if given is None else given
+                self._check_layer(opened, handle.config.key)  # type: ignore[attr-defined]
                 handle.connect(opened)
+
+    def _check_layer(self, store: Any, key: str) -> None:
+        """UsageError if the keys of a store come from another place in the model than a memory's."""
+        layer, own = store.config.origin.get("layer"), module_path(self._owner[0], key)
+        if layer and layer != own:
+            raise UsageError(
+                f"the keys of {store.address} are the inputs of {layer} and those of the memory (key = {key!r}) of "
+                f"{own}: build the store with layer = {key!r}, or choose that key"
+            )
 
     def outputs(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The model's forward with what each memory makes of its outputs."""

@@ -115,8 +115,9 @@ def best_settings(survey: Survey, grid: Grid, memory: OutputMemory) -> Tuned:
     if survey.keys is not None:
         alone = dataclasses.replace(survey, external=None)
         gains = losses_of(alone, grid, chosen) - losses_of(survey, grid, chosen)
-    figures = (math.exp(loss) for loss in (best, before, plain))
-    return Tuned(chosen, *figures, tried, _edges(chosen, grid), survey.keys, gains)
+    return Tuned(
+        chosen, math.exp(best), math.exp(before), math.exp(plain), tried, _edges(chosen, grid), survey.keys, gains
+    )
 
 
 def _compared(

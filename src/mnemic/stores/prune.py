@@ -304,7 +304,7 @@ def votes(found: Found) -> NDArray[np.int64]:
 
 def held_out(model: Any, tokenizer: Any, store: Store, corpus: Any, split: str = "valid", rows: int = SAMPLE) -> Sample:
     """About `rows` contexts from all over a split, read as the store's own text was, without documents that it has."""
-    from mnemic.stores.build import Reading
+    from mnemic.stores.build_config import Reading
     from mnemic.stores.encode import Encoder, encode_group, key_windows
 
     origin = Origin.from_dict(dict(store.config.origin))

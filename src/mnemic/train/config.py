@@ -47,7 +47,7 @@ class TrainConfig(Config):
     batching: Literal["documents", "consecutive", "similar", "shuffled"] = option(
         "documents",
         "rows of a batch: documents, read on from batch to batch; consecutive segments of them; segments with many "
-        "words in common (similar, by BM25); or shuffled segments",
+        "words in common (similar, by BM25); or shuffled segments; pairs: documents, by length, or similar targets",
     )
     consecutive: int = option(
         1, "how many rows of a batch are consecutive segments of one text, if batching = consecutive"

@@ -404,6 +404,25 @@ def test_a_store_that_does_not_fit_is_refused() -> None:
     assert not hasattr(base, "memory")
     with pytest.raises(UnsupportedModel, match="predicts none"):
         mnemic.augment(build("bert"), mnemic.OutputMemory())
+    for options in ({"long": 5}, {"training": "consecutive"}):
+        with pytest.raises(UsageError, match="pairs do not go on"):
+            mnemic.augment(build("marian"), mnemic.OutputMemory(**options))
+
+
+def test_a_store_is_built_as_the_memory_compares(byte_model: Any, tmp_path: Path) -> None:
+    model, tokenizer = byte_model
+    made = {}
+    for key, similarity, metric in (("ffn", "dot", "ip"), ("output", "distance", "l2")):
+        mnemic.augment(model, mnemic.OutputMemory(key=key, similarity=similarity))
+        with mnemic.build_store(model, tokenizer, corpus(*TEXTS), tmp_path / key, split="valid", window=8) as store:
+            assert store.config.metric == metric
+            made[key] = store.config.origin["layer"]
+    assert made["ffn"] != made["output"]
+    with mnemic.open_store(tmp_path / "ffn") as store, pytest.raises(UsageError, match="build the store with layer"):
+        mnemic.augment(model, mnemic.OutputMemory(key="output", external=store))
+    model.memory.detach()
+    with mnemic.build_store(model, tokenizer, corpus(*TEXTS), tmp_path / "none", split="valid", window=8) as store:
+        assert (store.config.metric, store.config.origin["layer"]) == ("l2", made["ffn"])
 
 
 def test_a_large_vocabulary() -> None:

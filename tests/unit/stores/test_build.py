@@ -19,7 +19,8 @@ from mnemic.data import Document, train_tokenizer
 from mnemic.data.documents import Corpus
 from mnemic.errors import DamagedError, MnemicError, UsageError
 from mnemic.stores import References, StoreConfig, Where, open_store
-from mnemic.stores.build import Build, BuildConfig, add_to_store
+from mnemic.stores.build import Build, add_to_store
+from mnemic.stores.build_config import BuildConfig
 from mnemic.stores.origin import check_origin
 from mnemic.stores.progress import Mark, Progress
 from tests.unit.stores.building import BYTES, TEXTS, assert_same_rows, built, corpus, everything, small, tokens_of

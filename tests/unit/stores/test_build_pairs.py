@@ -17,7 +17,8 @@ from mnemic.data import Document
 from mnemic.data.pairs import ParallelCorpus
 from mnemic.errors import UsageError
 from mnemic.stores import open_store
-from mnemic.stores.build import Build, BuildConfig, add_to_store
+from mnemic.stores.build import Build, add_to_store
+from mnemic.stores.build_config import BuildConfig
 from mnemic.stores.context import contexts
 from mnemic.stores.encode import Encoder, encode_text
 from tests.unit.stores.building import BYTES, assert_same_rows, corpus, everything, small

@@ -13,7 +13,7 @@ import mnemic
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import find
 from mnemic.hf.keys import module_path
-from mnemic.stores.build import Reading
+from mnemic.stores.build_config import Reading
 from mnemic.stores.config import Origin
 from mnemic.stores.encode import Encoder, encode_text, what_is_left_out
 from tests.unit.stores.building import BYTES, CAUSAL, TEXTS, built, corpus, everything, small, tiny, tokens_of

@@ -30,7 +30,7 @@ EXAMPLE = """  mnemic store build python.store stdlib --model runs/a
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's options."""
-    from mnemic.stores.build import BuildConfig
+    from mnemic.stores.build_config import BuildConfig
     from mnemic.stores.config import StoreConfig
 
     add_store(parser)
@@ -50,7 +50,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Builds, and prints what the store holds."""
-    from mnemic.stores.build import Build, BuildConfig
+    from mnemic.stores.build import Build
+    from mnemic.stores.build_config import BuildConfig
 
     if arguments.store.startswith("ram:"):
         raise UsageError("a store in memory is gone when the command ends: give a folder, or milvus://host:19530/name")

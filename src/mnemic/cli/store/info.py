@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def as_dict(summary: Summary) -> dict[str, Any]:
     """The summary as plain values; what was read, which the origin keeps as one text, in its parts."""
-    from mnemic.stores.build import Reading
+    from mnemic.stores.build_config import Reading
     from mnemic.stores.config import Origin
 
     config = {name: value for name, value in summary.config.to_dict().items() if name != "schema"}

@@ -37,7 +37,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prunes, and prints what it gained and cost."""
     from mnemic.stores import open_store
-    from mnemic.stores.build import Reading
+    from mnemic.stores.build_config import Reading
     from mnemic.stores.config import Origin
     from mnemic.stores.prune import PruneConfig, held_out, prune_store
 

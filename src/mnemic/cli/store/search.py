@@ -1,7 +1,8 @@
 """Find the contexts in a store that are nearest to a text, and show what followed there.
 
 The text is read by the model that made the store. The word that followed each context stands in the middle, marked;
-where it is from stands before it. A newline shows as ⏎, and … where the text goes on or rows are missing.
+where it is from stands before it. A newline shows as ⏎, and … where the text goes on or rows are missing. For a model
+that translates, the text is a source, or "source ||| beginning of its translation".
 """
 
 from __future__ import annotations

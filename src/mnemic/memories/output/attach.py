@@ -61,6 +61,11 @@ class Attached(Handle):
                 "an output memory stores contexts with the tokens that followed them, and this model predicts none: "
                 "use a causal or a sequence-to-sequence model with its head"
             )
+        if places.decoder is not None and (config.long or config.training == "consecutive"):
+            raise UsageError(
+                "pairs do not go on from one to the next: for a model that translates set long = 0 and training to "
+                "local, batch or none"
+            )
         return cls(config, places)
 
     @property
