@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -29,6 +29,8 @@ from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Places, find
 
 OUTPUT, FEED_FORWARD = "output", "ffn"
+
+_Heard = tuple[list[torch.Tensor], Callable[[torch.Tensor], None] | None]
 
 
 def module_path(model: Any, layer: str) -> str:
@@ -73,7 +75,7 @@ class Ear:
     """Hears what passes a place in a model, in the thread that listens."""
 
     def __init__(self) -> None:
-        self._heard: ContextVar[list[torch.Tensor] | None] = ContextVar("mnemic_heard", default=None)
+        self._heard: ContextVar[_Heard | None] = ContextVar("mnemic_heard", default=None)
         self._hook: Any = None
 
     @classmethod
@@ -104,14 +106,17 @@ class Ear:
         self._hear(named.get("input_ids", args[0] if args else None))
 
     def _hear(self, states: torch.Tensor | None) -> None:
-        if states is not None and (heard := self._heard.get()) is not None:
+        if states is not None and (listener := self._heard.get()) is not None:
+            heard, then = listener
             heard.append(states)
+            if then is not None:
+                then(states)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[list[torch.Tensor]]:
-        """Within this context all that passes is added to the list."""
+    def listening(self, then: Callable[[torch.Tensor], None] | None = None) -> Iterator[list[torch.Tensor]]:
+        """Within this context all that passes is added to the list, and `then` is called with it."""
         heard: list[torch.Tensor] = []
-        token = self._heard.set(heard)
+        token = self._heard.set((heard, then))
         try:
             yield heard
         finally:

@@ -66,7 +66,10 @@ def test_the_overview_names_each_verb(capsys: Any) -> None:
         (["info", "no.store"], "no store at no.store"),
         (["build", "s", "c"], "the following arguments are required: --model"),
         (["build", "s", "c", "--model", "m", "--windw", "3"], "unknown option --windw: did you mean --window?"),
-        (["build", "s", "c", "--model", "m", "--metric", "l3"], "--metric 'l3': expected one of 'l2', 'ip', 'cosine'"),
+        (
+            ["build", "s", "c", "--model", "m", "--metric", "l3"],
+            "--metric 'l3': expected one of 'auto', 'l2', 'ip', 'cosine'",
+        ),
         (["forget", "s"], "nothing to forget was named"),
         (["build", "ram:", "c", "--model", "m"], "a store in memory is gone when the command ends: give a folder"),
     ],

@@ -22,6 +22,7 @@ from mnemic.memories.output.config import OutputMemory
 from mnemic.memories.output.gate import Gate
 from mnemic.memories.output.gathering import whole_batch
 from mnemic.memories.output.layer import NOTHING, Mass, Own
+from mnemic.memories.output.searching import Rows, Search
 from mnemic.memories.output.state import LongTerm, Riding
 from mnemic.memories.output.testing import Grid, Piece, Seen, Survey
 
@@ -106,13 +107,15 @@ class Attached(Handle):
         if not self._on or (self.training and (self._plain or self.config.training == "none")):
             losses, _, outputs = masses(**reading.inputs)
             return losses, outputs
-        with self._key_ear.listening() as heard:
+        searches: list[Search] = []
+        begin = None if self.training else lambda states: searches.append(self._begin_search(states, reading.targets))
+        with self._key_ear.listening(begin) as heard:
             losses, normalisers, outputs = masses(**reading.inputs)
         piece = self._piece(by_token(heard[-1], *reading.targets.shape), reading)
         if self.training:
             losses = layer.joint_loss(losses, normalisers, self._mass_in_training(piece, reading))
         else:
-            losses = self._tested(losses, normalisers, piece, reading)
+            losses = self._tested(losses, normalisers, piece, searches[-1], reading)
         return losses.masked_fill(reading.targets == IGNORED, 0), outputs
 
     def _piece(self, keys: Tensor, reading: Reading) -> Piece:
@@ -144,14 +147,19 @@ class Attached(Handle):
         found = layer.mass(queries, keys, targets.reshape(texts, -1), pairs.values.reshape(texts, -1), sight)
         return Mass(found.all.view_as(targets), found.target.view_as(targets))
 
-    def _tested(self, losses: Tensor, normalisers: Tensor, piece: Piece, reading: Reading) -> Tensor:
+    def _begin_search(self, states: Tensor, targets: Tensor) -> Search:
+        """Asks the store as soon as the keys are known."""
+        keys = _precise(by_token(states, *targets.shape))
+        asked = self._worth_asking(keys, targets != IGNORED)
+        return Search(asked, lambda: self._search(keys[asked]), self.config.overlap)
+
+    def _tested(self, losses: Tensor, normalisers: Tensor, piece: Piece, search: Search, reading: Reading) -> Tensor:
         """The losses with the memories of testing: local, long-term and external."""
         state, targets = (reading.state or {}).get("output"), reading.targets
         documents = piece.documents if state is None else piece.documents + state.document[:, None]
         piece = Piece(_precise(piece.keys), piece.values, documents)
         scored, overlap = targets != IGNORED, _leading(targets == IGNORED)
-        asked = self._worth_asking(piece.keys, scored)
-        seen = Seen(self.config, piece, targets, scored, overlap, state, asked, self._search(piece.keys[asked]))
+        seen = Seen(self.config, piece, targets, scored, overlap, state, search)
         if self._survey is not None:
             grid, surveys = self._survey
             surveys.append(Survey.of(seen, losses, normalisers, grid))
@@ -188,7 +196,7 @@ class Attached(Handle):
             return scored
         return scored & self.gate(keys)
 
-    def _search(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _search(self, keys: Tensor) -> Rows | None:
         """Similarities, values and mask (N, K) of the rows of the store that are nearest to keys (N, d)."""
         config = self.config
         if self._store is None:

@@ -32,6 +32,7 @@ class OutputMemory(MemoryConfig):
     retrieve: float = option(
         1.0, "share of the tokens that the store is searched for: those where a gate, which tuning learns, expects most"
     )
+    overlap: bool = option(False, "whether the store is searched in a thread of its own while the model goes on")
     namespaces: list[str] = option([], "the namespaces of the store to look into; all if there are none")
     key: str = option("ffn", "what a context is compared by: ffn, the input of the last feed-forward, or output")
     similarity: Literal["auto", "dot", "distance"] = option(

@@ -12,6 +12,7 @@ from mnemic.errors import UsageError
 from mnemic.memories.output import layer
 from mnemic.memories.output.config import OutputMemory
 from mnemic.memories.output.layer import Mass, Own
+from mnemic.memories.output.searching import Search
 from mnemic.memories.output.state import LongTerm
 
 
@@ -45,8 +46,8 @@ class Piece:
 class Seen:
     """What the tokens of a piece see: those before them in it, those of the long-term memory, and rows of a store.
 
-    overlap: (B,), how many of each row's first tokens are context only. asked: (B, T), which tokens, of those with a
-    target, the store was searched for. found: similarities, values and mask (N, K) of the rows found for these.
+    overlap: (B,), how many of each row's first tokens are context only. search: that of the store, for tokens with a
+    target.
     """
 
     config: OutputMemory
@@ -55,8 +56,7 @@ class Seen:
     scored: Tensor
     overlap: Tensor
     state: LongTerm | None
-    asked: Tensor
-    found: tuple[Tensor, Tensor, Tensor] | None
+    search: Search
 
     def recent(self, temperature: float) -> Mass | None:
         """The mass (B, T) of local and long-term memory together."""
@@ -77,16 +77,18 @@ class Seen:
 
     def external(self, temperature: float) -> Mass | None:
         """The mass (B, T) of the rows that were found; none for tokens that the store was not searched for."""
-        if self.found is None:
-            return None
         part = self.external_many(Grid((temperature,), ks=(self.config.k,)))
+        if part is None:
+            return None
         empty = torch.full(self.targets.shape, -torch.inf, dtype=part.all.dtype, device=part.all.device)
-        return Mass(*(empty.masked_scatter(self.asked, t[0, 0]) for t in (part.all, part.target)))
+        return Mass(*(empty.masked_scatter(self.search.asked, t[0, 0]) for t in (part.all, part.target)))
 
-    def external_many(self, grid: Grid) -> Mass:
+    def external_many(self, grid: Grid) -> Mass | None:
         """The mass of the first rows found, for each temperature and number of rows, (temperatures, ks, N)."""
-        scores, values, mask = self.found  # type: ignore[misc]
-        targets, parts = self.targets[self.asked], []
+        if (found := self.search.result()) is None:
+            return None
+        scores, values, mask = found
+        targets, parts = self.targets[self.search.asked], []
         for first, end in zip((0, *grid.ks), grid.ks, strict=False):
             few = slice(first, max(end, first + 1))
             each = [
@@ -118,9 +120,8 @@ class Survey:
         recent = seen.recent_many(grid)
         if recent is not None:
             recent = Mass(recent.all[..., seen.scored].cpu(), recent.target[..., seen.scored].cpu())
-        external = None
-        if seen.found is not None:
-            external = seen.external_many(grid)
+        external = seen.external_many(grid)
+        if external is not None:
             external = Mass(external.all.cpu(), external.target.cpu())
         keys = seen.piece.keys[seen.scored].cpu() if seen.config.retrieve < 1 else None
         return cls(losses[seen.scored].cpu(), normalisers[seen.scored].cpu(), keys, recent, external)
