@@ -11,6 +11,7 @@ METHODS: dict[str, tuple[Trained, Testing | None]] = {
     "+ continuous cache, long-term": (PLAIN, CACHE_LONG),
     "kNN-LM": (PLAIN, KNN),
     "kNN-LM + continuous cache": (PLAIN, KNN_CACHE),
+    "kNN-LM + continuous cache, long-term": (PLAIN, Testing(long=1, store="home", joint=False)),
     "TRIME": (LOCAL, TRIME),
     "TRIME long": (LONG, TRIME_LONG),
     "TRIME ext, without long": (EXT, Testing(store="home")),

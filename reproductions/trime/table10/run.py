@@ -12,6 +12,7 @@ TABLE = Table(
         dev_test("+ continuous cache, long-term"),
         dev_test("kNN-LM", 51.88, 52.24),
         dev_test("kNN-LM + continuous cache", 45.15, 45.82),
+        dev_test("kNN-LM + continuous cache, long-term"),
         dev_test("TRIME", 54.78, 54.69),
         dev_test("TRIME long", 60.71, 60.10),
         dev_test("TRIME ext, without long"),

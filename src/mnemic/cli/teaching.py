@@ -73,7 +73,7 @@ def beginning(corpus: Any, split: str, documents: int) -> Any:
 
 def opening(corpus: Any) -> str:
     """The first lines of the first document of the test split that say anything."""
-    return "".join(next(iter(corpus.documents("test"))).text.lstrip().splitlines(keepends=True)[:3])
+    return "".join(next(iter(corpus.documents("test"))).text.lstrip().splitlines(keepends=True)[:3])[:200]
 
 
 def continued(model: Any, tokenizer: Any, prompt: str) -> str:
@@ -84,14 +84,14 @@ def continued(model: Any, tokenizer: Any, prompt: str) -> str:
 
 
 def halves(corpus: Any, which: int) -> Any:
-    """The test documents of a corpus, the first (0) or second (1) half of the lines of each."""
+    """The first (0) or second (1) half of each test document of a corpus, cut at the end of a line if it has one."""
     from mnemic.data import Corpus, Document
 
     def read() -> Iterator[Any]:
         for document in corpus.documents("test"):
-            lines = document.text.splitlines(keepends=True)
-            half = len(lines) // 2
-            if half:
-                yield Document(document.id, "".join(lines[half:] if which else lines[:half]))
+            middle = len(document.text) // 2
+            cut = document.text.rfind("\n", 0, middle) + 1 or middle
+            if cut:
+                yield Document(document.id, document.text[cut:] if which else document.text[:cut])
 
     return Corpus(f"{corpus.name}, {('first', 'second')[which]} halves", {"test": read})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import mnemic
 from mnemic.analysis.report import Contender
 from mnemic.cli import main
 from mnemic.cli.demo import BASE, CHANCE, beginnings, conclusions
@@ -41,6 +42,12 @@ def test_only_the_beginnings_are_read(corpus: Path) -> None:
     assert [document.text for document in part.documents("valid")] == [text[:10] for text in texts]
 
 
+def sum_of_rows(demo: Path) -> int:
+    """The rows of the texts that were taught."""
+    with mnemic.open_store(demo / "taught.store") as store:
+        return store.summary().namespaces["taught"]
+
+
 def test_a_small_demo_from_end_to_end(tmp_path: Path, corpus: Path, capsys) -> None:
     sizes = ["--steps", "2", "--batch-size", "2", "--segment-length", "16", "--layers", "1", "--width", "16"]
     arguments = ["demo", "--out", str(tmp_path / "demo"), *sizes, "--vocab-size", "300", "--corpus", str(corpus)]
@@ -54,6 +61,10 @@ def test_a_small_demo_from_end_to_end(tmp_path: Path, corpus: Path, capsys) -> N
     results = json.loads((tmp_path / "demo/results.json").read_text())
     assert set(results["rows"]) == {BASE, CHANCE, *registry()}
     assert results["rows"][BASE] != results["rows"][CHANCE]
+    lesson = results["lesson"]
+    assert (lesson["documents"], lesson["rows"]) == (3, sum_of_rows(tmp_path / "demo"))
+    assert f"{lesson['taught']:.1f}. No weight was changed." in captured.out
+    assert lesson["taught"] < lesson["plain"]
     assert (tmp_path / "demo/report.html").read_text().count("<svg") == 1
     assert main([*arguments, "--json"]) == 0, "an earlier demo is replaced"
     again = json.loads(capsys.readouterr().out)["rows"]
