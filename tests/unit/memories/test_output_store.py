@@ -133,6 +133,20 @@ def test_a_store_is_built_as_the_memory_compares(byte_model: Any, tmp_path: Path
         assert (store.config.metric, store.config.origin["layer"]) == ("l2", made["ffn"])
 
 
+def test_the_dial_of_the_search_is_the_memory_s(byte_model: Any) -> None:
+    model, tokenizer = byte_model
+    rows, dials = store_of(5, 16), list[Any]()
+    search = rows.search
+    rows.search = lambda queries, k, where, recall: dials.append(recall) or search(queries, k, where, recall)
+    for recall in (None, 0.5):
+        model = mnemic.augment(model, mnemic.OutputMemory(external=rows, recall=recall))
+        mnemic.evaluate(model, tokenizer, corpus("a dog"))
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=1, pad_token_id=0)
+    assert dials == [None, None, 0.5, 0.5]
+    with pytest.raises(UsageError, match="above 0"):
+        mnemic.OutputMemory(recall=0)
+
+
 def test_a_search_while_the_model_goes_on_finds_the_same(byte_model: Any) -> None:
     model, tokenizer = byte_model
     rng, threads = np.random.default_rng(0), set[str]()

@@ -34,7 +34,7 @@ class SearchedStore(Protocol):
 
     config: Any
 
-    def search(self, queries: Any, k: int, where: Any = None) -> Any:
+    def search(self, queries: Any, k: int, where: Any = None, recall: float | None = None) -> Any:
         """The k nearest rows of each query: ids, scores, values and mask, (queries, k) each."""
 
 
@@ -201,7 +201,8 @@ class Attached(Handle):
         config = self.config
         if self._store is None:
             return None
-        found = self._store.search(keys.detach().float().cpu().numpy(), config.k, config.namespaces or None)
+        queries = keys.detach().float().cpu().numpy()
+        found = self._store.search(queries, config.k, config.namespaces or None, config.recall)
         scores, values, mask = (torch.from_numpy(t) for t in (found.scores, found.values, found.mask))
         if config.similarity == "dot":
             scores = scores / keys.shape[-1] ** 0.5

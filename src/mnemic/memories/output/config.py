@@ -32,6 +32,9 @@ class OutputMemory(MemoryConfig):
     retrieve: float = option(
         1.0, "share of the tokens that the store is searched for: those where a gate, which tuning learns, expects most"
     )
+    recall: float | None = option(
+        None, "share of the true nearest rows that a search shall find: less is faster; unset: what the store says"
+    )
     overlap: bool = option(False, "whether the store is searched in a thread of its own while the model goes on")
     namespaces: list[str] = option([], "the namespaces of the store to look into; all if there are none")
     key: str = option("ffn", "what a context is compared by: ffn, the input of the last feed-forward, or output")
@@ -71,6 +74,8 @@ class OutputMemory(MemoryConfig):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise UsageError(f"OutputMemory.{name} = {value}: expected a number from 0 to 1")
+        if self.recall is not None and not 0 < self.recall <= 1:
+            raise UsageError(f"OutputMemory.recall = {self.recall}: expected a number above 0 and up to 1")
         if not 0 <= self.weight < 1:
             raise UsageError(f"OutputMemory.weight = {self.weight}: expected 0 or more and less than 1")
         if not self.joint and self.training != "none":
