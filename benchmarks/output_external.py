@@ -64,6 +64,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Perplexity and time of the plain model and with each store."""
     import mnemic
     from mnemic.cli.loading import load_model
+    from mnemic.evaluate.tuning import default_grid
+    from mnemic.memories.output.testing import Grid
 
     model, tokenizer = load_model(str(options.folder / "run"))
     corpus = mnemic.open_corpus(str(options.text))
@@ -83,7 +85,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         store = built(model, tokenizer, corpus, options, settings)
         mnemic.augment(model, mnemic.OutputMemory.knn(store, k=1024, **memory))
         if tuned is None or "retrieve" in memory:  # all have the settings that are best with exact search
-            found = mnemic.tune(model, tokenizer, corpus, valid)
+            grid = Grid(default_grid(model.memory.output.config).temperatures, ks=(1024,))
+            found = mnemic.tune(model, tokenizer, corpus, valid, grid)
             if tuned is None:
                 tuned = found.memory
             found.put_into(model)
