@@ -56,7 +56,7 @@ def trained(options: argparse.Namespace) -> None:
     command = ["train", str(options.text), "--model=preset:trime-38m", "--tokenizer=byte", f"--steps={options.steps}"]
     command += ["--batch-size=4", "--segment-length=512", "--learning-rate=0.0006", f"--warmup={options.steps // 10}"]
     command += ["--checkpoint-every=50", f"--out={run}", "--resume"]
-    if not (run / "report.json").exists():
+    if not (run / "model").is_dir():
         subprocess.run([sys.executable, "-m", "mnemic", *command], check=True)
 
 

@@ -26,6 +26,7 @@ from mnemic.data import load_tokenizer, train_tokenizer
 from mnemic.errors import UsageError
 from mnemic.files import new_folder, write_text
 from mnemic.train import train
+from mnemic.train.report import commit
 from mnemic.train.terminal import no_other_bars
 
 HOW_OFTEN = ("out", "resume", "checkpoint_every", "keep", "log_every", "trackers")  # changes nothing in a model
@@ -112,6 +113,6 @@ class Model:
         """What was found with these settings before, or is made now and kept."""
         path = self.folder / "kept" / f"{identity(what)}.json"
         if not path.exists():
-            write_text(path, json.dumps(make(), indent=2) + "\n")
+            write_text(path, json.dumps(make() | {"commit": commit()}, indent=2) + "\n")
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found

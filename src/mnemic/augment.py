@@ -36,7 +36,9 @@ else:
     _Base = object
 
 
-OPENERS = Registry("thing to open", {"store": "mnemic.stores:open_store"})  # by name: stores come after memories
+OPENERS = Registry(  # by name: stores come after memories
+    "thing to open", {"store": "mnemic.stores:open_store", "given": "mnemic.stores:check_given"}
+)
 
 
 def augment(model: Any, *memories: MemoryConfig, anatomy: Anatomy | None = None) -> Any:
@@ -72,15 +74,24 @@ def _put_in(model: Any, memories: Sequence[MemoryConfig], anatomy: Anatomy | Non
         model.__class__ = _augmented_class(type(model), memory.separates_documents)  # type: ignore[arg-type]
     else:
         memory = existing
+    replaced: dict[str, Handle] = {}
     try:
         for config in memories:
+            if (old := memory.handles.get(config.memory())) is not None:
+                replaced[config.memory()] = old
             memory.add(config)
         memory.train(model.training)
         yield model
     except Exception:
         if existing is None:
             memory.detach()
+        for name, old in replaced.items():
+            if (new := memory.handles[name]) is not old:
+                new.detach()
+                memory.add_module(name, old)
         raise
+    for old in replaced.values():
+        old.detach()
 
 
 class Memory(nn.Module):
@@ -113,9 +124,7 @@ class Memory(nn.Module):
         return separates_documents(self._places)
 
     def add(self, config: MemoryConfig) -> None:
-        """Puts one more memory into the model."""
-        if (old := self.handles.get(config.memory())) is not None:
-            old.detach()
+        """Puts one more memory into the model, in the place of one of that kind that it has."""
         module = importlib.import_module(type(config).__module__.removesuffix("config") + "attach")
         self.add_module(config.memory(), module.Attached.attach(config, self._places, self._entrance))
 
@@ -124,7 +133,10 @@ class Memory(nn.Module):
         for handle in self.handles.values():
             if (address := getattr(handle.config, "external", None)) is not None and not handle.connected:
                 given = handle.config.store  # type: ignore[attr-defined]
-                opened = OPENERS.load("store")(address, model=self._owner[0]) if given is None else given
+                if given is None:
+                    opened = OPENERS.load("store")(address, model=self._owner[0])
+                else:
+                    opened = OPENERS.load("given")(given, self._owner[0])
                 self._check_layer(opened, handle.config.key)  # type: ignore[attr-defined]
                 handle.connect(opened)
 
@@ -176,6 +188,23 @@ class Memory(nn.Module):
             self._times_disabled -= 1
             for handle in self.handles.values():
                 handle.switch(self._times_disabled == 0)
+
+    @contextlib.contextmanager
+    def keys_only(self) -> Iterator[None]:
+        """Within this context memories on which no hidden state depends take no part."""
+        idle = [handle for handle in self.handles.values() if not handle.changes_keys]
+        for handle in idle:
+            handle.switch(False)
+        try:
+            yield
+        finally:
+            for handle in idle:
+                handle.switch(self._times_disabled == 0)
+
+    def check_training(self, config: Any) -> None:
+        """Refuses settings of training that a memory cannot be trained with."""
+        for handle in self.handles.values():
+            handle.check_training(config)
 
     def detach(self) -> PreTrainedModel:
         """Takes every memory out and returns the model, which is its base again."""

@@ -74,6 +74,8 @@ def tuned_on_valid(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConf
     written = write_memory("output", tuned.memory)
     said = [f"found on valid, of {tuned.tried:,} settings: --memory {shlex.quote(written)}"]
     said.append(f"perplexity there {tuned.perplexity:.6g}, before {tuned.before:.6g}, model alone {tuned.plain:.6g}")
+    if tuned.gate is not None:
+        said.append("its gate learns from the valid split each time: give --tune with it")
     if tuned.at_the_edge:
         said.append(f"at the end of what was tried: {', '.join(tuned.at_the_edge)}")
     print("\n".join(said), file=sys.stderr)

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from mnemic.evaluate.evaluation import text_of
 from mnemic.evaluate.perplexity import read_text, total_loss
 from mnemic.memories.output import layer
 from mnemic.memories.output.config import OutputMemory
+from mnemic.memories.output.gate import Gate
 from mnemic.memories.output.testing import Grid, Survey
 from mnemic.train.state import untouched
 from mnemic.train.terminal import progress_bar
@@ -43,14 +45,13 @@ class Tuned:
     plain: float
     tried: int
     at_the_edge: list[str]  # settings whose best value is the last one that was tried
-    keys: Tensor | None = None  # of the development set, and what the store gains there, for a gate to learn from
-    gains: Tensor | None = None
+    gate: Gate | None = None  # what it has learned, if only a share of the tokens is to be searched for
 
     def put_into(self, model: Any) -> Any:
-        """Gives the model the memory that was found; its gate, if it has one, learns where the store pays."""
+        """Gives the model the memory that was found, with its gate."""
         augment(model, self.memory)
-        if self.keys is not None and self.gains is not None:
-            model.memory.output.gate.learn(self.keys, self.gains, self.memory.retrieve)
+        if self.gate is not None:
+            model.memory.output.gate.load_state_dict(self.gate.state_dict())
         return model
 
 
@@ -60,13 +61,13 @@ def tune(
     """Finds tau, lambda, tau', K and the long-term size of `model`'s output memory on a corpus.
 
     Sizes and K up to those of the memory are tried. The memory stays as it is; put what was found in its place with
-    `Tuned.put_into`. Where only a share of the tokens is to be searched for, perplexities are those of all being so.
+    `Tuned.put_into`.
     """
     handle = getattr(getattr(model, "memory", None), "output", None)
     if handle is None:
         raise UsageError("only an output memory can be tuned: put one in with mnemic.augment(model, OutputMemory(...))")
     config, grid = config or EvaluateConfig(), including(grid or default_grid(handle.config), handle.config)
-    text = text_of(model, tokenizer, open_corpus(corpus) if isinstance(corpus, str) else corpus, config)
+    text = text_of(model, tokenizer, open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus, config)
     with untouched(model), handle.surveying(grid) as surveys:
         objective, batches = read_text(model, tokenizer, text, config)
         total_loss(objective, batches, text.tokens.target_count)
@@ -87,6 +88,7 @@ def default_grid(memory: OutputMemory) -> Grid:
 def including(grid: Grid, memory: OutputMemory) -> Grid:
     """The grid with the memory's own settings in it."""
     temperatures = {*grid.temperatures, memory.temperature, memory.mix_temperature}
+    temperatures |= {memory.recent_temperature} - {None}  # type: ignore[arg-type]
     return Grid(tuple(sorted(temperatures)), _with(grid.longs, memory.long), _with(grid.ks, memory.k))
 
 
@@ -111,13 +113,13 @@ def best_settings(survey: Survey, grid: Grid, memory: OutputMemory) -> Tuned:
                 if loss < best:
                     best, chosen = loss, memory.changed(long=grid.longs[long], k=grid.ks[k], **settings)
             bar.update(1)
-    gains = None
+    gate = None
     if survey.keys is not None:
-        alone = dataclasses.replace(survey, external=None)
-        gains = losses_of(alone, grid, chosen) - losses_of(survey, grid, chosen)
-    return Tuned(
-        chosen, math.exp(best), math.exp(before), math.exp(plain), tried, _edges(chosen, grid), survey.keys, gains
-    )
+        whole, alone = (losses_of(one, grid, chosen) for one in (survey, dataclasses.replace(survey, external=None)))
+        gate = Gate()
+        gate.learn(survey.keys, alone - whole, chosen.retrieve)
+        best = torch.where(gate(survey.keys), whole, alone).mean().item()
+    return Tuned(chosen, math.exp(best), math.exp(before), math.exp(plain), tried, _edges(chosen, grid), gate)
 
 
 def _compared(
@@ -135,24 +137,41 @@ def _compared(
     bases = [(settings, (-losses.double()).exp()) for settings, losses in bases]
     for settings, probabilities in bases:
         yield _mean(probabilities), {**settings, "weight": 0.0}
-    shares = (None,) if memory.recent_weight is None or survey.recent is None or survey.external is None else SHARES
-    for tau, share in itertools.product(range(len(grid.temperatures)), shares):
-        part = _memory(survey, tau, long, k, share)
-        if part is None:
-            continue
+    weights = sorted({*WEIGHTS, memory.weight} - {0.0})
+    for mixed, part in _own_distributions(survey, grid, memory, long, k):
         empty = part.all == -torch.inf
         own = (part.target - part.all.masked_fill(empty, 0)).double().exp()
-        mixed = {"mix_temperature": grid.temperatures[tau]} | ({} if share is None else {"recent_weight": share})
         for settings, probabilities in bases:
             change = torch.where(empty, 0, own - probabilities)
-            for weight in WEIGHTS:
+            for weight in weights:
                 yield _mean(probabilities + weight * change), {**settings, **mixed, "weight": weight}
 
 
-def _memory(survey: Survey, tau: int, long: int, k: int, share: float | None = None) -> layer.Mass | None:
+def _own_distributions(
+    survey: Survey, grid: Grid, memory: OutputMemory, long: int, k: int
+) -> Iterator[tuple[dict[str, float], layer.Mass]]:
+    """The memory's own distribution with each temperature; apart, with each share and each pair of temperatures."""
+    taus = range(len(grid.temperatures))
+    if memory.recent_weight is None or survey.recent is None or survey.external is None:
+        for tau in taus:
+            if (part := _memory(survey, tau, long, k)) is not None:
+                yield {"mix_temperature": grid.temperatures[tau]}, part
+        return
+    for tau, other, share in itertools.product(taus, taus, sorted({*SHARES, memory.recent_weight})):
+        settings = {"mix_temperature": grid.temperatures[tau], "recent_temperature": grid.temperatures[other]}
+        part = _memory(survey, tau, long, k, share, other)
+        if part is not None:
+            yield {**settings, "recent_weight": share}, part
+
+
+def _memory(
+    survey: Survey, tau: int, long: int, k: int, share: float | None = None, recent_tau: int | None = None
+) -> layer.Mass | None:
+    """Recent and external memory at a temperature; apart, by a `share`, the recent one may have another."""
     recent, external = survey.recent, survey.external
     if recent is not None:
-        recent = layer.Mass(recent.all[tau, long], recent.target[tau, long])
+        other = tau if share is None or external is None or recent_tau is None else recent_tau
+        recent = layer.Mass(recent.all[other, long], recent.target[other, long])
     if external is not None:
         external = layer.Mass(external.all[tau, k], external.target[tau, k])
     return layer.together(recent, external, share)
@@ -164,11 +183,13 @@ def _mean(probabilities: Tensor) -> float:
 
 def losses_of(survey: Survey, grid: Grid, memory: OutputMemory) -> Tensor:
     """The losses of a survey with the settings of a memory, which are in the grid."""
-    tau, mix_tau = (grid.temperatures.index(one) for one in (memory.temperature, memory.mix_temperature))
+    recent = memory.recent_temperature or memory.mix_temperature
+    taus = (grid.temperatures.index(one) for one in (memory.temperature, memory.mix_temperature, recent))
+    tau, mix_tau, recent_tau = taus
     long, k, losses = grid.longs.index(memory.long), grid.ks.index(memory.k), survey.losses
     if memory.joint and (part := _memory(survey, tau, long, k)) is not None:
         losses = layer.joint_loss(losses, survey.normalisers, part)
-    if memory.weight and (part := _memory(survey, mix_tau, long, k, memory.recent_weight)) is not None:
+    if memory.weight and (part := _memory(survey, mix_tau, long, k, memory.recent_weight, recent_tau)):
         losses = layer.mixed_loss(losses, part, memory.weight)
     return losses.double()
 

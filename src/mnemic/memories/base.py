@@ -71,6 +71,9 @@ class Handle(nn.Module):
         """What goes from segment to segment in each row of a batch, empty; None where nothing does."""
         return None
 
+    def check_training(self, config: Any) -> None:
+        """Refuses settings of training (TrainConfig) that this memory cannot be trained with."""
+
     def begin_step(self, step: int, steps: int) -> None:
         """Tells how far training is, before each step."""
 

@@ -67,12 +67,21 @@ def open_store(
     store: Store = _class_of(kind)(str(address), config, **options)  # type: ignore[call-arg]
     try:
         check_origin(store, model, tokenizer, override)
+        store.overridden = tuple([override] if isinstance(override, str) else override)
         if config is not None:
             _same(store, config)
             store.config = dataclasses.replace(store.config, recall=config.recall)
     except BaseException:
         store.close()
         raise
+    return store
+
+
+def check_given(store: Store, model: Any) -> Store:
+    """An open store for a model, refused if another made it and it was not opened in spite of that."""
+    from mnemic.stores.origin import check_origin
+
+    check_origin(store, model, None, store.overridden)
     return store
 
 

@@ -147,6 +147,7 @@ class Store(ABC):
     address: str
     config: StoreConfig
     closed = False
+    overridden: tuple[str, ...] = ()  # what was not compared when it was opened: model, tokenizer
 
     def add(self, keys: Any, values: Any, references: References) -> Ids:
         """Takes in rows: keys (n, dim), values (n,), references (n). Returns their numbers."""

@@ -80,7 +80,7 @@ class Encoder:
         memory = getattr(self.model, "memory", None)
         state = memory.state() if memory is not None else {}
         try:
-            with untouched(self.model):
+            with untouched(self.model), memory.keys_only() if memory is not None else contextlib.nullcontext():
                 yield
         finally:
             if memory is not None:

@@ -91,6 +91,8 @@ class Loop:
         set_seed(config.seed, device_specific=True)
         check_length(model, config.segment_length, "segment_length")
         self.objective = make_objective(config.objective, model, tokenizer, config.seed, config.label_smoothing)
+        if self.objective.memory is not None:
+            self.objective.memory.check_training(config)
         self.parameters = select_trainable(model, config)
         self.optimizer = make_optimizer(self.parameters, config)
         self.stream = self.new_stream(self.tokenize(config.split))

@@ -94,7 +94,8 @@ class Objective(ABC):
         names = ["input_ids"]
         if not batch["attention_mask"].all():
             names.append("attention_mask")
-        if carry is not None or batch["document_starts"][:, 1:].any():
+        starts = batch["document_starts"] if "streams" in batch else batch["document_starts"][:, 1:]
+        if carry is not None or starts.any():
             names.append("document_starts")
         return {name: batch[name] for name in names if name in self.accepts}
 

@@ -336,7 +336,8 @@ def test_a_large_vocabulary() -> None:
     [
         ({"long": -1}, "expected 0 or more"),
         ({"k": 0}, "expected 1 or more"),
-        ({"temperature": 0.0}, "more than 0"),
+        ({"temperature": 0.0}, "above 0"),
+        ({"mix_temperature": float("inf")}, "above 0"),
         ({"weight": 1.0}, "less than 1"),
         ({"local_dropout": 1.5}, "from 0 to 1"),
         ({"joint": False}, "set training = none"),

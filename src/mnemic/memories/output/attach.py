@@ -49,10 +49,11 @@ class Attached(Handle):
         self._key_ear = Ear.at_key(places, config.key)
         self._head_ear = Ear.at_key(places, OUTPUT)
         self._head_part = (places.head,)  # in a tuple, or torch would make it a part of the memory
+        self._stack_part = (places.stack if places.decoder is None else places.decoder,)
         self._decoder_ear = Ear.at_decoder(places.decoder) if places.decoder is not None else None
         self._on, self._plain = True, False
         self._survey: tuple[Grid, list[Survey]] | None = None
-        self.gate = Gate(places.sample_inputs(1).shape[1]) if config.retrieve < 1 else None
+        self.gate = Gate() if config.retrieve < 1 else None
         self._store: SearchedStore | None = None
 
     @classmethod
@@ -86,6 +87,10 @@ class Attached(Handle):
             )
         self.config, self._store = self.config.changed(similarity=_SIMILARITY[metric]), store
 
+    def _checkpoints(self) -> bool:
+        (stack,) = self._stack_part
+        return any(getattr(part, "gradient_checkpointing", False) for part in stack.modules())
+
     def switch(self, on: bool) -> None:
         self._on = on
 
@@ -95,11 +100,32 @@ class Attached(Handle):
             if ear is not None:
                 ear.close()
 
+    def check_training(self, config: Any) -> None:
+        memory = self.config
+        if memory.external is not None:
+            raise UsageError(
+                "a store's rows are of the weights as they are, and training changes these: train without `external`, "
+                "then build a store and give the model a memory with it"
+            )
+        if memory.training != "none" and not memory.local:
+            raise UsageError(
+                "OutputMemory.local = False is for testing: train with local = True; training = 'batch' with "
+                "local_dropout = 1 goes without local memory"
+            )
+        if memory.training == "consecutive" and not (config.batching == "consecutive" and config.consecutive > 1):
+            raise UsageError(
+                "OutputMemory.training = 'consecutive' needs the earlier segments of a text in the batch: train with "
+                "batching = consecutive and consecutive = 4, say"
+            )
+
     def begin_step(self, step: int, steps: int) -> None:
         self._plain = step <= self.config.plain_start * steps
 
     def new_state(self, rows: int) -> LongTerm | None:
-        return LongTerm(self.config.long, rows) if self.config.long and not self.training else None
+        if not self.config.long or self.training:
+            return None
+        (head,) = self._head_part
+        return LongTerm(self.config.long, rows, next(head.parameters()).device)
 
     # The losses of given targets
 
@@ -112,6 +138,11 @@ class Attached(Handle):
         with self._key_ear.listening(begin) as heard:
             losses, normalisers, outputs = masses(**reading.inputs)
         piece = self._piece(by_token(heard[-1], *reading.targets.shape), reading)
+        if self.training and losses.requires_grad and not piece.keys.requires_grad and self._checkpoints():
+            raise UsageError(
+                "gradient checkpointing gives the memory no gradient as it is: "
+                "model.gradient_checkpointing_enable({'use_reentrant': False})"
+            )
         if self.training:
             losses = layer.joint_loss(losses, normalisers, self._mass_in_training(piece, reading))
         else:
@@ -151,6 +182,8 @@ class Attached(Handle):
         """Asks the store as soon as the keys are known."""
         keys = _precise(by_token(states, *targets.shape))
         asked = self._worth_asking(keys, targets != IGNORED)
+        if not (self.config.joint or self.config.weight or self._survey):
+            return Search(asked, lambda: None, overlap=False)
         return Search(asked, lambda: self._search(keys[asked]), self.config.overlap)
 
     def _tested(self, losses: Tensor, normalisers: Tensor, piece: Piece, search: Search, reading: Reading) -> Tensor:
@@ -185,14 +218,15 @@ class Attached(Handle):
         if config.joint and (memory := layer.together(seen.recent(tau), seen.external(tau))) is not None:
             losses = layer.joint_loss(losses, normalisers, memory)
         if config.weight:
-            memory = layer.together(seen.recent(mix_tau), seen.external(mix_tau), config.recent_weight)
+            apart = config.recent_weight is not None and self.connected and config.recent_temperature
+            memory = layer.together(seen.recent(apart or mix_tau), seen.external(mix_tau), config.recent_weight)
             if memory is not None:
                 losses = layer.mixed_loss(losses, memory, config.weight)
         return losses
 
     def _worth_asking(self, keys: Tensor, scored: Tensor) -> Tensor:
         """For which of the scored tokens (B, T) the store is searched; for a survey, which teaches the gate, all."""
-        if self.gate is None or self._survey is not None:
+        if self.gate is None or self._survey is not None or not self.connected:
             return scored
         return scored & self.gate(keys)
 
@@ -254,18 +288,21 @@ class Attached(Handle):
         starts = torch.zeros_like(tokens, dtype=torch.bool) if starts is None else starts.bool()
         piece = Piece(keys, _following(tokens, mask, starts, last=0), starts.long().cumsum(1))
         pairs, documents = self._with_past(piece, tokens, inputs.get("past_key_values"), result)
-        scores, found = self._scores(keys[:, -kept:], documents[:, -kept:], pairs)
-        if not scores.shape[-1]:
+        parts = self._parts(keys[:, -kept:], documents[:, -kept:], pairs)
+        if not parts:
             return logits
         plain = _precise(logits).log_softmax(-1)
         size = logits.shape[-1]
         final = plain.exp()
         if config.joint:
-            final = layer.joint_distribution(plain, normalisers, layer.spread(scores / config.temperature, found, size))
+            scores, values = (torch.cat(column, -1) for column in zip(*parts, strict=True))
+            final = layer.joint_distribution(
+                plain, normalisers, layer.spread(scores / config.temperature, values, size)
+            )
         if config.weight:
-            own, total = layer.spread(scores / config.mix_temperature, found, size)
-            final = final + config.weight * (total > -torch.inf).unsqueeze(-1) * (own - final)
-        empty = (scores == -torch.inf).all(-1, keepdim=True)
+            own, there = self._own_distribution(parts, size)
+            final = final + config.weight * there.unsqueeze(-1) * (own - final)
+        empty = torch.stack([(scores == -torch.inf).all(-1) for scores, _ in parts]).all(0).unsqueeze(-1)
         return torch.where(empty, logits, (final.log() + normalisers.unsqueeze(-1)).to(logits.dtype))
 
     def _with_past(self, piece: Piece, tokens: Tensor, cache: Any, result: Any) -> tuple[Piece, Tensor]:
@@ -280,9 +317,25 @@ class Attached(Handle):
             riding.keep(piece.keys, piece.values, documents)
         return pairs, documents
 
-    def _scores(self, queries: Tensor, documents: Tensor, pairs: Piece) -> tuple[Tensor, Tensor]:
-        """Similarities (B, T, M), -inf where a pair is not seen, and values, of local and external memory."""
-        config, kept, parts, values = self.config, queries.shape[1], [], []
+    def _own_distribution(self, parts: list[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
+        """The memory's own distribution (B, T, V), and where there is any (B, T)."""
+        config = self.config
+        if config.recent_weight is None or len(parts) == 1:
+            scores, values = (torch.cat(column, -1) for column in zip(*parts, strict=True))
+            own, total = layer.spread(scores / config.mix_temperature, values, size)
+            return own, total > -torch.inf
+        temperatures = (config.recent_temperature or config.mix_temperature, config.mix_temperature)
+        each = [
+            layer.spread(scores / temperature, values, size)
+            for (scores, values), temperature in zip(parts, temperatures, strict=True)
+        ]
+        recent, external = (total > -torch.inf for _, total in each)
+        share = torch.where(external, torch.where(recent, config.recent_weight, 0.0), 1.0).unsqueeze(-1)
+        return share * each[0][0] + (1 - share) * each[1][0], recent | external
+
+    def _parts(self, queries: Tensor, documents: Tensor, pairs: Piece) -> list[tuple[Tensor, Tensor]]:
+        """Similarities (B, T, M), -inf where a pair is not seen, and values, of local and of external memory."""
+        config, kept, parts = self.config, queries.shape[1], list[tuple[Tensor, Tensor]]()
         queries = _precise(queries)
         if config.local:
             asked, keys = layer.comparable(queries, _precise(pairs.keys), config.similarity)
@@ -290,21 +343,16 @@ class Attached(Handle):
             place = torch.arange(count, device=queries.device)
             seen = (place < place[-kept:, None]) & (documents[:, :, None] == pairs.documents[:, None])
             seen &= (pairs.values != NOTHING)[:, None]
-            parts.append((asked @ keys.transpose(1, 2)).masked_fill(~seen, -torch.inf))
-            values.append(pairs.values[:, None].expand(-1, kept, -1))
+            scores = (asked @ keys.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+            parts.append((scores, pairs.values[:, None].expand(-1, kept, -1)))
         asked = self._worth_asking(queries, torch.ones(queries.shape[:2], dtype=torch.bool, device=queries.device))
         if (found := self._search(queries[asked])) is not None:
             scores, tokens, mask = found
-            shape = (*queries.shape[:2], scores.shape[1])
-            parts.append(
-                scores.new_full(shape, -torch.inf).masked_scatter(
-                    asked[..., None], scores.masked_fill(~mask, -torch.inf)
-                )
-            )
-            values.append(tokens.new_zeros(shape).masked_scatter(asked[..., None], tokens))
-        if not parts:
-            return queries[..., :0], documents[..., None][..., :0]
-        return torch.cat(parts, -1), torch.cat(values, -1)
+            shape, places = (*queries.shape[:2], scores.shape[1]), asked[..., None]
+            scores = scores.masked_fill(~mask, -torch.inf)
+            spread = scores.new_full(shape, -torch.inf).masked_scatter(places, scores)
+            parts.append((spread, tokens.new_zeros(shape).masked_scatter(places, tokens)))
+        return parts
 
 
 def _following(ids: Tensor, mask: Tensor | None, starts: Tensor, last: int = NOTHING) -> Tensor:

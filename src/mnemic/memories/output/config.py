@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -22,7 +23,8 @@ class OutputMemory(MemoryConfig):
         kNN-LM              OutputMemory.knn("wiki.store")
         TRIME               OutputMemory()
         TRIME long          OutputMemory(long=15_000, training="consecutive")
-        TRIME ext           OutputMemory(long=..., external="wiki.store", training="batch", weight=0.3)
+        TRIME ext           OutputMemory(training="batch"), and once it is trained and has made a store,
+                            OutputMemory(long=..., external="wiki.store", weight=0.3)
     """
 
     local: bool = option(True, "whether the tokens of the same input are a memory (M_local)")
@@ -48,6 +50,9 @@ class OutputMemory(MemoryConfig):
     recent_weight: float | None = option(
         None, "share of local and long-term memory in `weight`, as a distribution apart from the store's; unset: one"
     )
+    recent_temperature: float | None = option(
+        None, "temperature of local and long-term memory, where they are a distribution apart; unset: mix_temperature"
+    )
     training: Literal["none", "local", "consecutive", "batch"] = option(
         "local", "memory in training: none, local, consecutive (earlier segments in the batch), batch (all of it)"
     )
@@ -68,8 +73,10 @@ class OutputMemory(MemoryConfig):
             if getattr(self, name) < least:
                 raise UsageError(f"OutputMemory.{name} = {getattr(self, name)}: expected {least} or more")
         for name in ("temperature", "mix_temperature"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"OutputMemory.{name} = {getattr(self, name)}: expected more than 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"OutputMemory.{name} = {getattr(self, name)}: expected a number above 0")
+        if self.recent_temperature is not None and not 0 < self.recent_temperature < math.inf:
+            raise UsageError(f"OutputMemory.recent_temperature = {self.recent_temperature}: expected a number above 0")
         for name in ("retrieve", "local_dropout", "plain_start", "recent_weight"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:

@@ -7,6 +7,8 @@ with a vector, learned from the gains on a development set, tells the contexts a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,18 +18,23 @@ PENALTY = 1e-3  # of the ridge regression, relative to the mean variance of a ke
 
 
 class Gate(nn.Module):
-    """Says for which keys (N, d) the store is to be searched: (N,). Until it has learned, for all."""
+    """Says for which keys (N, d) the store is to be searched: (N,)."""
 
-    direction: Tensor
+    direction: Tensor  # (d,); of no width until it has learned
     threshold: Tensor
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("direction", torch.zeros(width))
-        self.register_buffer("threshold", torch.tensor(-torch.inf))
+        self.register_buffer("direction", torch.zeros(0))
+        self.register_buffer("threshold", torch.zeros(()))
 
     def forward(self, keys: Tensor) -> Tensor:
         """Where a search is expected to pay."""
+        if not len(self.direction):
+            raise UsageError(
+                "retrieve is below 1 and its gate has not learned yet where the store pays: tune the memory first "
+                "(mnemic.tune(...).put_into(model), or `mnemic evaluate --tune`), or set retrieve = 1"
+            )
         return keys @ self.direction.to(keys) > self.threshold.to(keys)
 
     @torch.no_grad()
@@ -40,8 +47,12 @@ class Gate(nn.Module):
         squares = centred.T @ centred
         penalty = PENALTY * squares.diagonal().mean().clamp(min=1e-12)
         squares.diagonal().add_(penalty)
-        direction = torch.linalg.solve(squares, centred.T @ (gains - gains.mean()))
-        expected = (keys.to(self.direction) @ direction.to(self.direction)).sort(descending=True).values
-        through = min(max(round(share * len(keys)), 0), len(keys) - 1)
-        self.direction.copy_(direction)
-        self.threshold.copy_(expected[through])
+        direction = torch.linalg.solve(squares, centred.T @ (gains - gains.mean())).to(self.direction)
+        expected = (keys.to(direction) @ direction).sort(descending=True).values
+        self.direction = direction
+        self.threshold = expected[min(max(round(share * len(keys)), 0), len(keys) - 1)].clone()
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        if (saved := state.get(prefix + "direction")) is not None:
+            self.direction = self.direction.new_zeros(saved.shape)
+        super()._load_from_state_dict(state, prefix, *rest)

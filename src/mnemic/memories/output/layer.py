@@ -42,6 +42,8 @@ class Mass:
 
 def comparable(queries: Tensor, keys: Tensor, similarity: str) -> tuple[Tensor, Tensor]:
     """Vectors whose inner product is the similarity: q k / sqrt(d) for "dot", -|q - k|^2 for "distance"."""
+    precise = torch.promote_types(queries.dtype, torch.float32)
+    queries, keys = queries.to(precise), keys.to(precise)
     if similarity == "dot":
         return queries / math.sqrt(queries.shape[-1]), keys
     ones, squares = torch.ones_like(queries[..., :1]), queries.square().sum(-1, keepdim=True)
@@ -110,8 +112,8 @@ def mass(queries: Tensor, keys: Tensor, targets: Tensor, values: Tensor, sight: 
 
     Pairs with value NOTHING do not count. The backward pass forms the similarities again, block by block.
     """
-    precise = torch.promote_types(queries.dtype, torch.float32)
-    return Mass(*_Mass.apply(queries.to(precise), keys.to(precise), targets, values, sight))
+    with torch.autocast(queries.device.type, enabled=False):
+        return Mass(*_Mass.apply(queries, keys, targets, values, sight))
 
 
 class _Mass(torch.autograd.Function):
@@ -186,10 +188,10 @@ def masses(
 
     rings: (R, M), the ring of each pair, or None if all are in the first. For testing: without gradient.
     """
-    precise = torch.promote_types(queries.dtype, torch.float32)
+    precise = queries.dtype
     shape = (len(temperatures), count, *targets.shape)
     everything, matching = (torch.full(shape, -torch.inf, dtype=precise, device=queries.device) for _ in range(2))
-    for start, last, scores, match in _blocks(queries.to(precise), keys.to(precise), targets, values, sight):
+    for start, last, scores, match in _blocks(queries, keys, targets, values, sight):
         for ring in range(count):
             inside = scores
             if rings is not None:

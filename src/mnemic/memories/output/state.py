@@ -57,11 +57,12 @@ class LongTerm:
         kept = new & (labels == labels[:, -1:])  # what belongs to an earlier document is not needed any more
         before = torch.where(labels[:, -1] == self.document, self.position, 0)
         positions = before[:, None] + kept.long().cumsum(1) - 1
-        keys, length = keys.detach(), keys.shape[1]
-        self.keys = torch.cat([self.keys, keys], 1) if self.keys.shape[1] else keys
-        self.values = torch.cat([self.values, values.masked_fill(~kept, NOTHING)], 1)
-        self.documents = torch.cat([self.documents, labels.masked_fill(~kept, -1)], 1)
-        self.positions = torch.cat([self.positions, positions], 1)
+        keys, length, some = keys.detach(), keys.shape[1], kept.any(0)
+        new_values, new_labels = values.masked_fill(~kept, NOTHING), labels.masked_fill(~kept, -1)
+        self.keys = torch.cat([self.keys, keys[:, some]], 1) if self.keys.shape[1] else keys[:, some]
+        self.values = torch.cat([self.values, new_values[:, some]], 1)
+        self.documents = torch.cat([self.documents, new_labels[:, some]], 1)
+        self.positions = torch.cat([self.positions, positions[:, some]], 1)
         self.document, self.position = labels[:, -1].clone(), before + kept.sum(1)
         self._trim(length)
 
