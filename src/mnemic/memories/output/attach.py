@@ -125,7 +125,7 @@ class Attached(Handle):
         if not self.config.long or self.training:
             return None
         (head,) = self._head_part
-        return LongTerm(self.config.long, rows, next(head.parameters()).device)
+        return LongTerm(self.config.long, rows, next(head.parameters()).device)  # type: ignore[union-attr]
 
     # The losses of given targets
 
