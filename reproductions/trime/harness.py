@@ -30,7 +30,7 @@ from mnemic.memories.output.testing import Grid
 from mnemic.train.report import commit, versions
 from mnemic.train.terminal import say
 
-TUNED = ("long", "k", "temperature", "weight", "mix_temperature", "recent_weight")
+TUNED = ("long", "k", "temperature", "weight", "mix_temperature", "recent_weight", "recent_temperature")
 
 
 @dataclass(frozen=True)
