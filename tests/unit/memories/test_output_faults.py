@@ -43,7 +43,7 @@ def test_training_that_would_not_be_what_it_says_is_refused(byte_model: Any, tmp
         ({"training": "consecutive"}, {}, "batching = consecutive"),
         ({"training": "consecutive"}, {"batching": "consecutive"}, "consecutive = 4"),
         ({"external": store_of(3, 16)}, {}, "train without `external`"),
-        ({"local": False}, {}, "local = False is for testing"),
+        ({"local": False}, {}, "local = False leaves"),
     ):
         mnemic.augment(model, mnemic.OutputMemory(**memory))
         with pytest.raises(UsageError, match=sentence):
@@ -158,3 +158,13 @@ def test_a_memory_without_weight_asks_no_store(byte_model: Any) -> None:
     rows.search = lambda *arguments: pytest.fail("the store was searched")
     assert mnemic.evaluate(model, tokenizer, corpus(*TEXTS), window=8)["nll"] == plain
     assert np.isfinite(plain)
+
+
+def test_a_batch_without_local_memory_has_none() -> None:
+    ids, losses = tokens(3, LENGTH), []
+    for options in ({"local": False}, {"local_dropout": 1.0}, {"local_dropout": 0.0}):
+        model = augmented(training="batch", **options).train()
+        model.memory.begin_step(50, 100)
+        losses.append(token_losses(model, ids.roll(-1, 1), input_ids=ids)[0])
+    torch.testing.assert_close(losses[0], losses[1])
+    assert not torch.allclose(losses[0], losses[2])

@@ -257,7 +257,10 @@ def test_the_command_line_builds_a_store_and_translates_with_it(tmp_path: Path, 
     small = ["--vocab-size", "280", "--batch-size", "4", "--segment-length", "48", "--steps", "3", "--warmup", "1"]
     memory = ["--memory", "output:training=batch", "--batching", "similar"]
     assert main(["train", str(folder), "--model", model, "--out", str(out), *small, *memory]) == 0
-    assert main(["store", "build", str(store), str(folder), "--model", str(out), "--keys", "float32"]) == 0
+    assert (
+        main(["store", "build", str(store), str(folder), "--model", str(out), "--keys", "float32", "--metric", "l2"])
+        == 0
+    )
     capsys.readouterr()
     knn = f"output:external={store},similarity=distance,joint=false,training=none,local=false,k=4"
     measured = ["--metrics", "bleu", "--max-new-tokens", "40", "--json"]

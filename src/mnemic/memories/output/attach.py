@@ -107,10 +107,10 @@ class Attached(Handle):
                 "a store's rows are of the weights as they are, and training changes these: train without `external`, "
                 "then build a store and give the model a memory with it"
             )
-        if memory.training != "none" and not memory.local:
+        if memory.training in ("local", "consecutive") and not memory.local:
             raise UsageError(
-                "OutputMemory.local = False is for testing: train with local = True; training = 'batch' with "
-                "local_dropout = 1 goes without local memory"
+                f"OutputMemory.local = False leaves training = {memory.training!r} without memory: set local = True, "
+                "or training = 'batch' or 'none'"
             )
         if memory.training == "consecutive" and not (config.batching == "consecutive" and config.consecutive > 1):
             raise UsageError(
@@ -164,7 +164,7 @@ class Attached(Handle):
         pairs = piece if config.memory_gradient else dataclasses.replace(piece, keys=piece.keys.detach())
         if config.training == "batch":
             texts = 1
-            pairs, sight = whole_batch(pairs, config.local_dropout)
+            pairs, sight = whole_batch(pairs, config.local_dropout if config.local else 1.0)
         else:
             together = 1
             if config.training == "consecutive" and reading.streams is not None:
