@@ -34,12 +34,12 @@ BASE, CHANCE = "no memory", "no memory, other start"
 
 @dataclass(kw_only=True)
 class DemoConfig(Config):
-    """The size of the demo; as it is, it takes about three minutes on two cores."""
+    """The size of the demo; as it is, it takes about four minutes on two cores."""
 
     out: str = option("mnemic-demo", "folder of the report and the models; an earlier demo there is replaced")
     corpus: str = option("stdlib", "what to train on: Python's own library, or any corpus that `train` takes")
     characters: int = option(30_000, "of each document only so much, from its beginning, is read")
-    steps: int = option(500, "updates of each model")
+    steps: int = option(400, "updates of each model")
     batch_size: int = option(8, "rows in a batch")
     segment_length: int = option(128, "tokens in a row")
     layers: int = option(4, "blocks of the decoder")

@@ -72,8 +72,9 @@ def beginning(corpus: Any, split: str, documents: int) -> Any:
 
 
 def opening(corpus: Any) -> str:
-    """The first lines of the first document of the test split that say anything."""
-    return "".join(next(iter(corpus.documents("test"))).text.lstrip().splitlines(keepends=True)[:3])[:200]
+    """The first lines of the first document of the test split that say anything, comments left out."""
+    lines = next(iter(corpus.documents("test"))).text.splitlines(keepends=True)
+    return "".join([line for line in lines if line.strip() and not line.lstrip().startswith("#")][:3])[:200]
 
 
 def continued(model: Any, tokenizer: Any, prompt: str) -> str:
