@@ -25,7 +25,7 @@ verbs:
 """
 
 EPILOG = """examples:
-  mnemic demo                                 with and without memory, side by side, in about three minutes
+  mnemic demo                                 with and without memory, side by side, in about four minutes
   mnemic train book.txt --memory tokens:count=10 --out runs/a --steps 500
   mnemic evaluate runs/a/model book.txt
   mnemic generate runs/a/model "Once upon"
