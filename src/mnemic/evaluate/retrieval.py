@@ -22,7 +22,7 @@ def retrieval_accuracy(model: Any, tokenizer: Any, text: Text | PairedText, conf
             "mnemic.augment(model, OutputMemory(external='docs.store'))"
         )
     surveys: list[Survey]
-    with handle.surveying(Grid(ks=DEPTHS)) as surveys:
+    with handle.surveying(Grid(longs=(), ks=DEPTHS)) as surveys:
         objective, batches = read_text(model, tokenizer, text, config)
         total_loss(objective, batches, text.tokens.target_count)
     found = Survey.joined(surveys).external

@@ -206,7 +206,7 @@ class Attached(Handle):
     def surveying(self, grid: Grid) -> Iterator[list[Survey]]:
         """Within this context all that is read when testing is surveyed; the losses are the model's own."""
         config, surveys = self.config, list[Survey]()
-        self.config = config.changed(long=max(grid.longs), k=max(grid.ks))
+        self.config = config.changed(long=max(grid.longs, default=0), k=max(grid.ks))
         self._survey = grid, surveys
         try:
             yield surveys

@@ -18,7 +18,10 @@ from mnemic.memories.output.state import LongTerm
 
 @dataclass(frozen=True)
 class Grid:
-    """Settings to compare from one reading of a text: temperatures, long-term sizes (0: none) and rows of the store."""
+    """Settings to compare from one reading of a text: temperatures, long-term sizes (0: none) and rows of the store.
+
+    Without any long-term size, what was read lately is left out of it.
+    """
 
     temperatures: tuple[float, ...] = (1.0,)
     longs: tuple[int, ...] = (0,)
@@ -27,8 +30,10 @@ class Grid:
     def __post_init__(self) -> None:
         for name, least in (("longs", 0), ("ks", 1)):
             numbers = getattr(self, name)
-            if not numbers or list(numbers) != sorted(set(numbers)) or numbers[0] < least:
+            if list(numbers) != sorted(set(numbers)) or min(numbers, default=least) < least:
                 raise UsageError(f"Grid.{name} = {numbers}: expected rising numbers from {least} on")
+        if not self.ks:
+            raise UsageError("Grid.ks is empty: expected the numbers of rows to compare")
         if not self.temperatures or min(self.temperatures) <= 0:
             raise UsageError(f"Grid.temperatures = {self.temperatures}: expected numbers above 0")
 
@@ -117,7 +122,7 @@ class Survey:
     @classmethod
     def of(cls, seen: Seen, losses: Tensor, normalisers: Tensor, grid: Grid) -> Self:
         """The survey of one piece."""
-        recent = seen.recent_many(grid)
+        recent = seen.recent_many(grid) if grid.longs else None
         if recent is not None:
             recent = Mass(recent.all[..., seen.scored].cpu(), recent.target[..., seen.scored].cpu())
         external = seen.external_many(grid)
