@@ -46,7 +46,7 @@ class TrainConfig(Config):
     )
     batching: Literal["documents", "consecutive", "similar", "shuffled"] = option(
         "documents",
-        "rows of a batch: documents, read on from batch to batch; consecutive segments of them; segments with many "
+        "rows of a batch: documents, read on from batch to batch; consecutive segments of a text; segments with many "
         "words in common (similar, by BM25); or shuffled segments; pairs: documents, by length, or similar targets",
     )
     consecutive: int = option(

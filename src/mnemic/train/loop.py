@@ -84,7 +84,7 @@ class Loop:
         self.checkpoints = self.out / "checkpoints"
         self.processes = processes or Processes()
         self.accelerator = make_accelerator(config)
-        check_divisible(model, self.processes, config.batch_size, config.accumulate)
+        check_divisible(model, self.processes, config)
         self.rows = config.batch_size // self.processes.count  # of each batch, in this process
         model.to(self.accelerator.device)
         self.processes.copy_from_main(model)

@@ -26,6 +26,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from mnemic.errors import MnemicError, UsageError
+from mnemic.train.config import TrainConfig
 
 BRIEF = 4096  # bytes of a message that need no second exchange
 _NOTE = struct.Struct(f"q?{BRIEF}s")  # the length of a message, whether its sender has failed, and its beginning
@@ -170,12 +171,13 @@ class Processes:
         return sums[: len(numbers)]
 
 
-def check_divisible(model: nn.Module, processes: Processes, batch_size: int, accumulate: int) -> None:
+def check_divisible(model: nn.Module, processes: Processes, config: TrainConfig) -> None:
     """UsageError if several processes could not train as one would."""
-    if batch_size % (processes.count * accumulate):
+    whole = processes.count * config.accumulate * config.consecutive
+    if config.batch_size % whole:
         raise UsageError(
-            f"batch_size = {batch_size} cannot be divided among {processes.count} processes with accumulate = "
-            f"{accumulate}: set it to a multiple of {processes.count * accumulate}"
+            f"batch_size = {config.batch_size} cannot be divided among {processes.count} processes with accumulate = "
+            f"{config.accumulate} and consecutive = {config.consecutive}: set it to a multiple of {whole}"
         )
     for name, module in model.named_modules():
         if processes.count > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):

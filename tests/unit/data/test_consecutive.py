@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mnemic.data import ConsecutiveSegments, DocumentStreams
+from mnemic.data import ConsecutiveSegments, SimilarSegments
 from mnemic.errors import UsageError
 
 from .test_streams import LENGTHS, NAMES, SEEDS, SEGMENTS, equal
@@ -17,11 +17,11 @@ from .test_streams import LENGTHS, NAMES, SEEDS, SEGMENTS, equal
 STREAMS, CONSECUTIVE = st.integers(1, 3), st.integers(1, 4)
 
 
-@given(LENGTHS, STREAMS, CONSECUTIVE, SEGMENTS, SEEDS, st.booleans(), st.sampled_from([None, 1, 2]))
-def test_rows_of_a_stream_follow_each_other(toy, lengths, streams, m, length, seed, shuffle, epochs):
+@given(LENGTHS, STREAMS, CONSECUTIVE, SEGMENTS, SEEDS, st.sampled_from([None, 1, 2]))
+def test_rows_of_a_stretch_follow_each_other(toy, lengths, streams, m, length, seed, epochs):
     corpus = toy(lengths)
-    batches = list(islice(ConsecutiveSegments(corpus, streams * m, length, m, seed, shuffle, epochs), 12))
-    whole = list(islice(DocumentStreams(corpus, streams, length * m, seed, shuffle, epochs), 12))
+    batches = list(islice(ConsecutiveSegments(corpus, streams * m, length, m, seed, epochs), 12))
+    whole = list(islice(SimilarSegments(corpus, streams, length * m, seed, shuffled=True, epochs=epochs), 12))
     assert len(batches) == len(whole)
     for batch, wide in zip(batches, whole, strict=True):
         for name in NAMES:
@@ -38,15 +38,26 @@ def test_a_pass_scores_each_token_once(toy, lengths, streams, m, length):
     assert sum(int((batch["targets"] != -100).sum()) for batch in batches) == corpus.target_count
 
 
-def test_the_last_row_goes_on_in_the_first_row_of_the_next_batch(toy):
-    corpus = toy([23])
+def test_stretches_come_in_random_order_and_whole(toy):
+    corpus = toy([22])
     tokens = corpus[0].tolist()
-    first, second = islice(ConsecutiveSegments(corpus, 3, 4, 3, shuffle=False), 2)
+    first, second = islice(ConsecutiveSegments(corpus, 3, 4, 3, epochs=1), 2)
+    if first["input_ids"][0, 0] != tokens[0]:
+        first, second = second, first
     assert first["input_ids"].tolist() == [tokens[0:4], tokens[4:8], tokens[8:12]]
     assert second["input_ids"].tolist() == [tokens[12:16], tokens[16:20], tokens[20:24]]
     assert first["targets"][1].tolist() == tokens[5:9]
-    assert first["document_starts"].nonzero().tolist() == [[0, 0]]
-    assert not second["document_starts"].any()
+    for batch in (first, second):
+        assert batch["document_starts"].nonzero().tolist() == [[0, 0]]
+        assert batch["streams"].tolist() == [0, 0, 0]
+
+
+def test_batches_are_not_read_in_order(toy):
+    batches = ConsecutiveSegments(toy([1000]), 2, 5, 2, epochs=1)
+    firsts = [int(batch["input_ids"][0, 0]) for batch in batches]
+    ordered = [int(token) for token in batches._stretches.corpus[0][::10]]
+    assert firsts != ordered
+    assert sorted(firsts) == sorted(ordered)
 
 
 @given(LENGTHS, STREAMS, CONSECUTIVE, SEGMENTS, SEEDS, st.integers(0, 8), st.sampled_from([None, 2]))

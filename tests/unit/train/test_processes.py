@@ -213,7 +213,8 @@ def test_ctrl_c_in_one_process_stops_all_after_the_same_step(group: Group, rank:
     ("count", "config", "fault", "message"),
     [
         (2, {"batch_size": 5}, None, "batch_size = 5 cannot be divided among 2 processes"),
-        (2, {"batch_size": 6, "accumulate": 2}, None, "with accumulate = 2: set it to a multiple of 4"),
+        (2, {"batch_size": 6, "accumulate": 2}, None, "accumulate = 2 and consecutive = 1: set it to a multiple of 4"),
+        (2, {"batch_size": 8, "accumulate": 2, "batching": "consecutive", "consecutive": 4}, None, "a multiple of 16"),
         (2, {}, ("larger", 1, 0), "the processes have different models"),
         (2, {}, ("batch norm", -1, 0), "norm normalises over the whole batch"),
         (2, {}, ("sparse", -1, 0), "has a sparse gradient: train this model in one process"),
