@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ConsecutiveSegments:
-    """Batches of stretches of text, drawn at random, each cut into `consecutive` segments (m in the paper), one in a row.
+    """Batches of stretches of text, drawn at random, each cut into `consecutive` segments (m in the paper): its rows.
 
     Rows 0 to m - 1 are the segments of the first stretch in order, the next m rows those of the second, and so on: row
     r is of stretch r // m, which `streams` says, and continues row r - 1 if that is of the same stretch. Otherwise it

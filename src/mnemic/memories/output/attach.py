@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,25 +17,16 @@ from mnemic.hf.entrance import Entrance, starts_being_read
 from mnemic.hf.keys import OUTPUT, Ear, by_token
 from mnemic.hf.losses import IGNORED
 from mnemic.memories.base import Handle, Masses, Reading
-from mnemic.memories.output import layer
+from mnemic.memories.output import layer, logits
 from mnemic.memories.output.config import OutputMemory
 from mnemic.memories.output.gate import Gate
 from mnemic.memories.output.gathering import whole_batch
-from mnemic.memories.output.layer import NOTHING, Mass, Own
-from mnemic.memories.output.searching import Rows, Search
+from mnemic.memories.output.layer import NOTHING, Mass, Own, precise
+from mnemic.memories.output.searching import Search, SearchedStore, nearest
 from mnemic.memories.output.state import LongTerm, Riding
 from mnemic.memories.output.testing import Grid, Piece, Seen, Survey
 
 _SIMILARITY = {"ip": "dot", "l2": "distance"}  # of what a store compares by
-
-
-class SearchedStore(Protocol):
-    """What the memory asks of a store: mnemic.stores.Store is one."""
-
-    config: Any
-
-    def search(self, queries: Any, k: int, where: Any = None, recall: float | None = None) -> Any:
-        """The k nearest rows of each query: ids, scores, values and mask, (queries, k) each."""
 
 
 class Attached(Handle):
@@ -180,17 +171,18 @@ class Attached(Handle):
 
     def _begin_search(self, states: Tensor, targets: Tensor) -> Search:
         """Asks the store as soon as the keys are known."""
-        keys = _precise(by_token(states, *targets.shape))
+        keys = precise(by_token(states, *targets.shape))
         asked = self._worth_asking(keys, targets != IGNORED)
-        if not (self.config.joint or self.config.weight or self._survey):
+        store, config = self._store, self.config
+        if store is None or not (config.joint or config.weight or self._survey):
             return Search(asked, lambda: None, overlap=False)
-        return Search(asked, lambda: self._search(keys[asked]), self.config.overlap)
+        return Search(asked, lambda: nearest(store, config, keys[asked]), config.overlap)
 
     def _tested(self, losses: Tensor, normalisers: Tensor, piece: Piece, search: Search, reading: Reading) -> Tensor:
         """The losses with the memories of testing: local, long-term and external."""
         state, targets = (reading.state or {}).get("output"), reading.targets
         documents = piece.documents if state is None else piece.documents + state.document[:, None]
-        piece = Piece(_precise(piece.keys), piece.values, documents)
+        piece = Piece(precise(piece.keys), piece.values, documents)
         scored, overlap = targets != IGNORED, _leading(targets == IGNORED)
         seen = Seen(self.config, piece, targets, scored, overlap, state, search)
         if self._survey is not None:
@@ -230,18 +222,6 @@ class Attached(Handle):
             return scored
         return scored & self.gate(keys)
 
-    def _search(self, keys: Tensor) -> Rows | None:
-        """Similarities, values and mask (N, K) of the rows of the store that are nearest to keys (N, d)."""
-        config = self.config
-        if self._store is None:
-            return None
-        queries = keys.detach().float().cpu().numpy()
-        found = self._store.search(queries, config.k, config.namespaces or None, config.recall)
-        scores, values, mask = (torch.from_numpy(t) for t in (found.scores, found.values, found.mask))
-        if config.similarity == "dot":
-            scores = scores / keys.shape[-1] ** 0.5
-        return scores.to(keys), values.to(keys.device), mask.to(keys.device)
-
     # The logits of a forward
 
     def outputs(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
@@ -257,8 +237,7 @@ class Attached(Handle):
             raise UsageError("an output memory stores tokens, which embeddings do not tell: give the model input_ids")
         shape = tokens[-1].shape
         normalisers = self._normalisers(result.logits, by_token(hidden[-1], *shape))
-        piece = by_token(keys[-1], *shape)
-        result.logits = self._with_memory(result.logits, normalisers, piece, tokens[-1], inputs, result)
+        result.logits = self._with_memory(result, normalisers, by_token(keys[-1], *shape), tokens[-1], inputs)
         if labels is not None:
             result.loss = _mean_loss(result.logits, labels, self._decoder_ear is None, inputs.get("num_items_in_batch"))
         return result.to_tuple() if tuples else result
@@ -272,38 +251,31 @@ class Attached(Handle):
             with self._decoder_ear.listening() as heard:
                 yield heard
 
-    def _normalisers(self, logits: Tensor, hidden: Tensor) -> Tensor:
+    def _normalisers(self, scores: Tensor, hidden: Tensor) -> Tensor:
         """The logarithm of the softmax's normaliser, (B, T); that of its head if the softmax is adaptive."""
         (head,) = self._head_part
         if hasattr(head, "normalisers"):
-            return head.normalisers(hidden[:, -logits.shape[1] :])  # type: ignore
-        return _precise(logits).logsumexp(-1)
+            return head.normalisers(hidden[:, -scores.shape[1] :])  # type: ignore
+        return precise(scores).logsumexp(-1)
 
     def _with_memory(
-        self, logits: Tensor, normalisers: Tensor, keys: Tensor, tokens: Tensor, inputs: dict[str, Any], result: Any
+        self, result: Any, normalisers: Tensor, keys: Tensor, tokens: Tensor, inputs: dict[str, Any]
     ) -> Tensor:
-        """The logits of the last tokens, changed by what the memory holds; where it is empty, as they were."""
-        config, kept, starts = self.config, logits.shape[1], starts_being_read()
+        """The logits of a forward, which may be of the last tokens only, with what the memory holds."""
         mask = inputs.get("attention_mask" if self._decoder_ear is None else "decoder_attention_mask")
+        starts = starts_being_read()
         starts = torch.zeros_like(tokens, dtype=torch.bool) if starts is None else starts.bool()
         piece = Piece(keys, _following(tokens, mask, starts, last=0), starts.long().cumsum(1))
         pairs, documents = self._with_past(piece, tokens, inputs.get("past_key_values"), result)
-        parts = self._parts(keys[:, -kept:], documents[:, -kept:], pairs)
-        if not parts:
-            return logits
-        plain = _precise(logits).log_softmax(-1)
-        size = logits.shape[-1]
-        final = plain.exp()
-        if config.joint:
-            scores, values = (torch.cat(column, -1) for column in zip(*parts, strict=True))
-            final = layer.joint_distribution(
-                plain, normalisers, layer.spread(scores / config.temperature, values, size)
-            )
-        if config.weight:
-            own, there = self._own_distribution(parts, size)
-            final = final + config.weight * there.unsqueeze(-1) * (own - final)
-        empty = torch.stack([(scores == -torch.inf).all(-1) for scores, _ in parts]).all(0).unsqueeze(-1)
-        return torch.where(empty, logits, (final.log() + normalisers.unsqueeze(-1)).to(logits.dtype))
+        kept = result.logits.shape[1]
+        queries = precise(keys[:, -kept:])
+        found = []
+        if self.config.local:
+            found.append(logits.of_recent(queries, documents[:, -kept:], pairs, self.config.similarity))
+        if self._store is not None:
+            asked = self._worth_asking(queries, torch.ones_like(documents[:, -kept:], dtype=torch.bool))
+            found.append(logits.of_store(asked, nearest(self._store, self.config, queries[asked])))
+        return logits.with_memory(result.logits, normalisers, found, self.config)
 
     def _with_past(self, piece: Piece, tokens: Tensor, cache: Any, result: Any) -> tuple[Piece, Tensor]:
         """What was read before, from the KV cache, and the piece, which is added to it; the documents of the piece."""
@@ -316,43 +288,6 @@ class Attached(Handle):
         if (riding := Riding.join(result.get("past_key_values"))) is not None:
             riding.keep(piece.keys, piece.values, documents)
         return pairs, documents
-
-    def _own_distribution(self, parts: list[tuple[Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor]:
-        """The memory's own distribution (B, T, V), and where there is any (B, T)."""
-        config = self.config
-        if config.recent_weight is None or len(parts) == 1:
-            scores, values = (torch.cat(column, -1) for column in zip(*parts, strict=True))
-            own, total = layer.spread(scores / config.mix_temperature, values, size)
-            return own, total > -torch.inf
-        temperatures = (config.recent_temperature or config.mix_temperature, config.mix_temperature)
-        each = [
-            layer.spread(scores / temperature, values, size)
-            for (scores, values), temperature in zip(parts, temperatures, strict=True)
-        ]
-        recent, external = (total > -torch.inf for _, total in each)
-        share = torch.where(external, torch.where(recent, config.recent_weight, 0.0), 1.0).unsqueeze(-1)
-        return share * each[0][0] + (1 - share) * each[1][0], recent | external
-
-    def _parts(self, queries: Tensor, documents: Tensor, pairs: Piece) -> list[tuple[Tensor, Tensor]]:
-        """Similarities (B, T, M), -inf where a pair is not seen, and values, of local and of external memory."""
-        config, kept, parts = self.config, queries.shape[1], list[tuple[Tensor, Tensor]]()
-        queries = _precise(queries)
-        if config.local:
-            asked, keys = layer.comparable(queries, _precise(pairs.keys), config.similarity)
-            count = pairs.keys.shape[1]
-            place = torch.arange(count, device=queries.device)
-            seen = (place < place[-kept:, None]) & (documents[:, :, None] == pairs.documents[:, None])
-            seen &= (pairs.values != NOTHING)[:, None]
-            scores = (asked @ keys.transpose(1, 2)).masked_fill(~seen, -torch.inf)
-            parts.append((scores, pairs.values[:, None].expand(-1, kept, -1)))
-        asked = self._worth_asking(queries, torch.ones(queries.shape[:2], dtype=torch.bool, device=queries.device))
-        if (found := self._search(queries[asked])) is not None:
-            scores, tokens, mask = found
-            shape, places = (*queries.shape[:2], scores.shape[1]), asked[..., None]
-            scores = scores.masked_fill(~mask, -torch.inf)
-            spread = scores.new_full(shape, -torch.inf).masked_scatter(places, scores)
-            parts.append((spread, tokens.new_zeros(shape).masked_scatter(places, tokens)))
-        return parts
 
 
 def _following(ids: Tensor, mask: Tensor | None, starts: Tensor, last: int = NOTHING) -> Tensor:
@@ -386,11 +321,7 @@ def _rows_together(streams: Tensor) -> int:
     return together
 
 
-def _precise(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _mean_loss(logits: Tensor, labels: Tensor, shift: bool, items: Any) -> Tensor:
+def _mean_loss(scores: Tensor, labels: Tensor, shift: bool, items: Any) -> Tensor:
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift else labels
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    losses = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return losses / (items if items is not None else (targets != IGNORED).sum())

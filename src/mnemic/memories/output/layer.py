@@ -40,10 +40,14 @@ class Mass:
         return Mass(torch.logaddexp(self.all, other.all), torch.logaddexp(self.target, other.target))
 
 
+def precise(tensor: Tensor) -> Tensor:
+    """The tensor in float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def comparable(queries: Tensor, keys: Tensor, similarity: str) -> tuple[Tensor, Tensor]:
     """Vectors whose inner product is the similarity: q k / sqrt(d) for "dot", -|q - k|^2 for "distance"."""
-    precise = torch.promote_types(queries.dtype, torch.float32)
-    queries, keys = queries.to(precise), keys.to(precise)
+    queries, keys = precise(queries), precise(keys)
     if similarity == "dot":
         return queries / math.sqrt(queries.shape[-1]), keys
     ones, squares = torch.ones_like(queries[..., :1]), queries.square().sum(-1, keepdim=True)
@@ -188,15 +192,15 @@ def masses(
 
     rings: (R, M), the ring of each pair, or None if all are in the first. For testing: without gradient.
     """
-    precise = queries.dtype
+    dtype = queries.dtype
     shape = (len(temperatures), count, *targets.shape)
-    everything, matching = (torch.full(shape, -torch.inf, dtype=precise, device=queries.device) for _ in range(2))
+    everything, matching = (torch.full(shape, -torch.inf, dtype=dtype, device=queries.device) for _ in range(2))
     for start, last, scores, match in _blocks(queries, keys, targets, values, sight):
         for ring in range(count):
             inside = scores
             if rings is not None:
                 inside = scores.masked_fill((rings != ring)[:, None, : scores.shape[-1]], -torch.inf)
-            highest = inside.amax(-1, keepdim=True).clamp(min=torch.finfo(precise).min)
+            highest = inside.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
             below = inside - highest
             for number, temperature in enumerate(temperatures):
                 weights, top = (below / temperature).exp_(), highest.squeeze(-1) / temperature
