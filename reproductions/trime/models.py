@@ -48,6 +48,7 @@ class Trained:
 PLAIN = Trained("plain")
 LOCAL = Trained("local", memory={"training": "local"})
 LONG = Trained("long", "consecutive", {"training": "consecutive"})
+PREVIOUS = Trained("previous", "documents", {"training": "previous"})
 EXT = Trained("ext", "similar", {"training": "batch"})
 
 

@@ -23,7 +23,7 @@ class ConsecutiveSegments:
     Rows 0 to m - 1 are the segments of the first stretch in order, the next m rows those of the second, and so on: row
     r is of stretch r // m, which `streams` says, and continues row r - 1 if that is of the same stretch. Otherwise it
     is as SimilarSegments with batch_size / m rows of m * segment_length tokens in random order: within an epoch each
-    token is read exactly once, and `document_starts` is True where a document or a stretch starts.
+    token is read exactly once. `document_starts` is True where a document starts in the midst of a stretch.
 
     Stretches are drawn rather than read on from batch to batch, as nothing remembers the batch before, and a model
     learns more from batches that differ.
@@ -67,6 +67,7 @@ class ConsecutiveSegments:
 
         shape = self.batch_size, self.segment_length
         batch = {name: tensor.view(shape) for name, tensor in next(self._stretches).items()}
+        batch["document_starts"][:: self.consecutive, 0] = False
         return {**batch, "streams": torch.arange(self.batch_size) // self.consecutive}
 
     def state_dict(self) -> dict[str, Any]:

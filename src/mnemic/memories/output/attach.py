@@ -23,7 +23,7 @@ from mnemic.memories.output.gate import Gate
 from mnemic.memories.output.gathering import whole_batch
 from mnemic.memories.output.layer import NOTHING, Mass, Own, precise
 from mnemic.memories.output.searching import Search, SearchedStore, nearest
-from mnemic.memories.output.state import LongTerm, Riding
+from mnemic.memories.output.state import LongTerm, Previous, Riding
 from mnemic.memories.output.testing import Grid, Piece, Seen, Survey
 
 _SIMILARITY = {"ip": "dot", "l2": "distance"}  # of what a store compares by
@@ -54,7 +54,7 @@ class Attached(Handle):
                 "an output memory stores contexts with the tokens that followed them, and this model predicts none: "
                 "use a causal or a sequence-to-sequence model with its head"
             )
-        if places.decoder is not None and (config.long or config.training == "consecutive"):
+        if places.decoder is not None and (config.long or config.training in ("previous", "consecutive")):
             raise UsageError(
                 "pairs do not go on from one to the next: for a model that translates set long = 0 and training to "
                 "local, batch or none"
@@ -98,7 +98,7 @@ class Attached(Handle):
                 "a store's rows are of the weights as they are, and training changes these: train without `external`, "
                 "then build a store and give the model a memory with it"
             )
-        if memory.training in ("local", "consecutive") and not memory.local:
+        if memory.training in ("local", "previous", "consecutive") and not memory.local:
             raise UsageError(
                 f"OutputMemory.local = False leaves training = {memory.training!r} without memory: set local = True, "
                 "or training = 'batch' or 'none'"
@@ -108,15 +108,21 @@ class Attached(Handle):
                 "OutputMemory.training = 'consecutive' needs the earlier segments of a text in the batch: train with "
                 "batching = consecutive and consecutive = 4, say"
             )
+        if memory.training == "previous" and config.batching != "documents":
+            raise UsageError(
+                "OutputMemory.training = 'previous' needs rows that read on from batch to batch: train with "
+                "batching = documents"
+            )
 
     def begin_step(self, step: int, steps: int) -> None:
         self._plain = step <= self.config.plain_start * steps
 
-    def new_state(self, rows: int) -> LongTerm | None:
-        if not self.config.long or self.training:
-            return None
+    def new_state(self, rows: int) -> LongTerm | Previous | None:
         (head,) = self._head_part
-        return LongTerm(self.config.long, rows, next(head.parameters()).device)  # type: ignore[union-attr]
+        device = next(head.parameters()).device  # type: ignore[union-attr]
+        if self.training:
+            return Previous(rows, device) if self.config.training == "previous" else None
+        return LongTerm(self.config.long, rows, device) if self.config.long else None
 
     # The losses of given targets
 
@@ -167,7 +173,11 @@ class Attached(Handle):
         queries, keys = layer.comparable(piece.keys, pairs.keys, config.similarity)
         queries, keys = (t.reshape(texts, -1, t.shape[-1]) for t in (queries, keys))
         found = layer.mass(queries, keys, targets.reshape(texts, -1), pairs.values.reshape(texts, -1), sight)
-        return Mass(found.all.view_as(targets), found.target.view_as(targets))
+        found = Mass(found.all.view_as(targets), found.target.view_as(targets))
+        if config.training == "previous" and (state := (reading.state or {}).get("output")) is not None:
+            found = found + state.mass(piece.keys, targets, documents, config.similarity)
+            state.replace(piece.keys, piece.values, documents)
+        return found
 
     def _begin_search(self, states: Tensor, targets: Tensor) -> Search:
         """Asks the store as soon as the keys are known."""

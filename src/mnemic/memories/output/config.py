@@ -53,8 +53,10 @@ class OutputMemory(MemoryConfig):
     recent_temperature: float | None = option(
         None, "temperature of local and long-term memory, where they are a distribution apart; unset: mix_temperature"
     )
-    training: Literal["none", "local", "consecutive", "batch"] = option(
-        "local", "memory in training: none, local, consecutive (earlier segments in the batch), batch (all of it)"
+    training: Literal["none", "local", "previous", "consecutive", "batch"] = option(
+        "local",
+        "memory in training: none; local; previous, the segment before as well, as it was then; consecutive, earlier "
+        "segments in the batch; batch, all of it",
     )
     local_dropout: float = option(0.9, "how often a segment goes without its local memory, if training = batch (p)")
     plain_start: float = option(0.05, "share of the training steps at the start without memory")

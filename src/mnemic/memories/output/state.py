@@ -1,5 +1,5 @@
-"""What an output memory keeps of a text that is read piece by piece: the long-term memory, and the local one of a
-text that is being generated, which rides in the KV cache.
+"""What an output memory keeps of a text that is read piece by piece: the long-term memory, in training the segment
+before, and the local one of a text that is being generated, which rides in the KV cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from mnemic.memories.output.layer import NOTHING, Mass, Past, comparable, masses
+from mnemic.memories.output.layer import NOTHING, Mass, Past, comparable, mass, masses
 
 _TENSORS = ("keys", "values", "documents", "positions", "document", "position")
 
@@ -87,6 +87,31 @@ class LongTerm:
         """Goes on from where `tensors` were taken."""
         for name in _TENSORS:
             setattr(self, name, tensors[name].to(getattr(self, name).device))
+
+
+class Previous:
+    """The segment before in each row, as it was when it was read: a memory of training that gets no gradient."""
+
+    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
+        self.keys = torch.zeros(rows, 0, 0, device=device)
+        self.values, self.documents = (torch.zeros(rows, 0, dtype=torch.long, device=device) for _ in range(2))
+
+    def mass(self, queries: Tensor, targets: Tensor, documents: Tensor, similarity: str) -> Mass:
+        """Its mass for the contexts (B, T, d) of the next segment, whose document 0 goes on from the one before."""
+        queries, keys = comparable(queries, self.keys.to(queries.dtype), similarity)
+        return mass(queries, keys, targets, self.values, Past(documents, self.documents))
+
+    def replace(self, keys: Tensor, values: Tensor, documents: Tensor) -> None:
+        """Takes in a segment in place of the one that it holds."""
+        self.keys, self.values, self.documents = keys.detach(), values, documents - documents[:, -1:]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it holds, a row for each row of the batch."""
+        return {"keys": self.keys, "values": self.values, "documents": self.documents}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Goes on from where `tensors` were taken."""
+        self.keys, self.values, self.documents = (tensors[name].to(self.keys.device) for name in self.tensors())
 
 
 class Riding(DynamicLayer):
