@@ -9,7 +9,7 @@ import shlex
 import sys
 from typing import Any
 
-from mnemic.cli.options import add_config_options, given, read_memory, write_memory
+from mnemic.cli.options import add_config_options, add_memory_option, given, read_memory, write_memory
 from mnemic.evaluate.config import EvaluateConfig
 
 EXAMPLE = """  mnemic evaluate runs/a stdlib
@@ -23,14 +23,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="the folder of a run or of a saved model, or a name on the hub")
     parser.add_argument("corpus", help="a text file, a folder, a .jsonl file, hf:<dataset>, or a name")
     parser.add_argument("--corpus-path", metavar="PATH", help="where a corpus with a name lies on this machine")
-    parser.add_argument(
-        "--memory",
-        action="append",
-        default=[],
-        metavar="MEMORY",
-        help="put this memory into the model first, as output:external=docs.store (see `mnemic list memories`); an "
-        "output memory takes the place of the one that the model was trained with",
-    )
+    add_memory_option(parser)
     parser.add_argument(
         "--tune",
         action="store_true",

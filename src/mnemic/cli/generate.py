@@ -1,4 +1,9 @@
-"""Continue a text with a model, with its memory or without."""
+"""Continue a text with a model, with its memories, without them, or both ways side by side.
+
+A model uses the memories that it was saved with. With --memory it gets another one for this text: with a store of a
+text that it has never seen (`mnemic store build`), the model writes what it finds there, without any training. Settings
+that suit the model and the store are found by `mnemic evaluate --tune`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,16 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from mnemic.cli.options import add_config_options, given
+from mnemic.cli.options import add_config_options, add_memory_option, given, read_memory, write_memory
 from mnemic.config import Config, option
 from mnemic.errors import UsageError
 
-EXAMPLE = """  mnemic generate runs/a/model "def main(" --max-new-tokens 40
-  echo "import os" | mnemic generate runs/a/model - --greedy --json"""
+EXAMPLE = """  mnemic generate runs/a "def main(" --max-new-tokens 40
+  echo "import os" | mnemic generate runs/a - --greedy --json
+  mnemic store build docs.store docs/ --model runs/a
+  mnemic generate runs/a "def main(" --compare --memory output:external=docs.store,k=64,weight=0.3"""
+
+SAME = "the memory changes nothing here; `mnemic evaluate --tune` finds the weight and temperatures of an output memory"
 
 
 @dataclass(kw_only=True)
@@ -27,7 +36,6 @@ class GenerateConfig(Config):
     top_p: float = option(0.95, "choose among the likeliest tokens that together have this probability")
     beams: int = option(1, "with more than one, search for the likeliest text with that many beams")
     seed: int = option(0, "of the random choices")
-    memory: bool = option(True, "use the model's memories")
 
     def check(self) -> None:
         if self.max_new_tokens < 1 or self.beams < 1:
@@ -47,23 +55,60 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's options."""
     parser.add_argument("model", help="the folder of a run or of a saved model, or a name on the hub")
     parser.add_argument("prompt", help="the text to continue; - reads it from stdin")
+    add_memory_option(parser)
+    parser.add_argument("--no-memory", action="store_true", help="switch the model's memories off")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="show what the memories do: continue the text without them and then with them, the rest being the same",
+    )
     add_config_options(parser, GenerateConfig, "generating")
-    parser.add_argument("--json", action="store_true", help="print prompt, text and settings as JSON")
+    parser.add_argument("--json", action="store_true", help="print prompt, text, memories and settings as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the prompt and its continuation."""
+    """Prints the prompt and its continuation, or the two that are compared."""
     config = GenerateConfig.from_dict(given(arguments, GenerateConfig))
+    if arguments.no_memory and (arguments.memory or arguments.compare):
+        raise UsageError("--no-memory does not go with --memory or --compare: leave it out; --compare writes both ways")
+    memories = [read_memory(text) for text in arguments.memory]
     prompt = read_prompt() if arguments.prompt == "-" else arguments.prompt
+    from mnemic.augment import augment
     from mnemic.cli.loading import load_model
 
     model, tokenizer = load_model(arguments.model)
-    text = continue_text(model, tokenizer, prompt, config)
-    if arguments.json:
-        print(json.dumps({"model": arguments.model, "prompt": prompt, "text": text, "settings": config.to_dict()}))
-    else:
-        print(prompt + text)
+    check_continues(model)
+    if memories:
+        augment(model, *memories)
+    used = [] if arguments.no_memory else memories_of(model)
+    if arguments.compare and not used:
+        raise UsageError(
+            f"{arguments.model} has no memory to compare with: give it one, as in "
+            "--memory output:external=docs.store,weight=0.3"
+        )
+    result: dict[str, Any] = {"model": arguments.model, "prompt": prompt, "memory": used}
+    if arguments.compare:
+        result["text_without_memory"] = continue_text(model, tokenizer, prompt, config, memory=False)
+    result["text"] = continue_text(model, tokenizer, prompt, config, memory=not arguments.no_memory)
+    print(json.dumps(result | {"settings": config.to_dict()}) if arguments.json else in_words(result))
+    if result.get("text_without_memory") == result["text"]:
+        print(SAME, file=sys.stderr)
     return 0
+
+
+def in_words(result: dict[str, Any]) -> str:
+    """The text with its prompt; both texts, each with a line above it that says which it is, if they are compared."""
+    text = result["prompt"] + result["text"]
+    if "text_without_memory" not in result:
+        return text
+    without = result["prompt"] + result["text_without_memory"]
+    return f"=== without memory ===\n{without}\n\n=== with {' and '.join(result['memory'])} ===\n{text}"
+
+
+def memories_of(model: Any) -> list[str]:
+    """The memories in a model, as they are written after --memory."""
+    configs = model.memory.configs if hasattr(model, "memory") else []
+    return [write_memory(config.memory(), config) for config in configs]
 
 
 def read_prompt() -> str:
@@ -76,21 +121,27 @@ def read_prompt() -> str:
     return prompt
 
 
-def continue_text(model: Any, tokenizer: Any, prompt: str, config: GenerateConfig) -> str:
-    """What the model writes after `prompt`, which it reads as the beginning of a document."""
-    import torch
-
-    from mnemic.data.encoding import start_and_end
-    from mnemic.train.objectives import check_vocabulary, model_kind
+def check_continues(model: Any) -> None:
+    """UsageError if a model does not continue a text."""
+    from mnemic.train.objectives import model_kind
 
     if model_kind(model) != "causal":
         raise UsageError(f"{type(model).__name__} does not continue a text: give a causal model")
+
+
+def continue_text(model: Any, tokenizer: Any, prompt: str, config: GenerateConfig, memory: bool = True) -> str:
+    """What the model writes after `prompt`, which it reads as the beginning of a document; with its memories or not."""
+    import torch
+
+    from mnemic.data.encoding import start_and_end
+    from mnemic.train.objectives import check_vocabulary
+
     check_vocabulary(model, tokenizer)
     start, end = start_and_end(tokenizer)
     ids = torch.tensor([[start, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
     torch.manual_seed(config.seed)
     model.eval()
-    off = not config.memory and hasattr(model, "memory")
+    off = not memory and hasattr(model, "memory")
     with torch.no_grad(), model.memory.disabled() if off else contextlib.nullcontext():
         written = model.generate(
             input_ids=ids,

@@ -109,6 +109,18 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text)]
 
 
+def add_memory_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --memory, for a verb that puts memories into a model that there is; what it gives is for `read_memory`."""
+    parser.add_argument(
+        "--memory",
+        action="append",
+        default=[],
+        metavar="NAME[:KEY=VALUE,...]",
+        help="put this memory into the model first, as output:external=docs.store,weight=0.3 (see `mnemic list "
+        "memories`); may be given several times; an output memory takes the place of the one that is in the model",
+    )
+
+
 def read_memory(text: str) -> Any:
     """The memory config that "tokens:count=10,..." writes."""
     from mnemic.memories import registry

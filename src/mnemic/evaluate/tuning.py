@@ -126,15 +126,7 @@ def _compared(
     survey: Survey, grid: Grid, memory: OutputMemory, long: int, k: int
 ) -> Iterator[tuple[float, dict[str, float]]]:
     """The mean loss of each setting of temperatures and weights with this memory."""
-    bases: list[tuple[dict[str, float], Tensor]] = [({}, survey.losses)]
-    if memory.joint:
-        parts = [_memory(survey, tau, long, k) for tau in range(len(grid.temperatures))]
-        bases = [
-            ({"temperature": grid.temperatures[tau]}, layer.joint_loss(survey.losses, survey.normalisers, part))
-            for tau, part in enumerate(parts)
-            if part is not None
-        ] or bases
-    bases = [(settings, (-losses.double()).exp()) for settings, losses in bases]
+    bases = [(settings, (-losses.double()).exp()) for settings, losses in _bases(survey, grid, memory, long, k)]
     for settings, probabilities in bases:
         yield _mean(probabilities), {**settings, "weight": 0.0}
     weights = sorted({*WEIGHTS, memory.weight} - {0.0})
@@ -145,6 +137,20 @@ def _compared(
             change = torch.where(empty, 0, own - probabilities)
             for weight in weights:
                 yield _mean(probabilities + weight * change), {**settings, **mixed, "weight": weight}
+
+
+def _bases(
+    survey: Survey, grid: Grid, memory: OutputMemory, long: int, k: int
+) -> Iterator[tuple[dict[str, float], Tensor]]:
+    """The losses with the memory in the softmax, at each temperature, and of the model alone if it was trained so."""
+    parts = [_memory(survey, tau, long, k) if memory.joint else None for tau in range(len(grid.temperatures))]
+    for temperature, part in zip(grid.temperatures, parts, strict=True):
+        if part is not None:
+            yield {"temperature": temperature}, layer.joint_loss(survey.losses, survey.normalisers, part)
+    if memory.training == "none":
+        yield {"joint": False}, survey.losses
+    elif parts[0] is None:
+        yield {}, survey.losses
 
 
 def _own_distributions(

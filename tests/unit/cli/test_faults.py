@@ -10,7 +10,7 @@ from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import mnemic
 from mnemic.cli import main
@@ -169,12 +169,6 @@ def test_a_tokenizer_that_does_not_fit_the_model(tmp_path: Path, corpus: Path, c
     fails(capsys, 2, sentence, arguments=["evaluate", folder, corpus, "--window", 32])
     arguments = ["train", corpus, "--model", folder, "--out", tmp_path / "run", "--segment-length", 32]
     fails(capsys, 2, sentence, arguments=arguments)
-
-
-def test_a_masked_model_does_not_generate(tmp_path: Path, capsys) -> None:
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    folder = plain_model(tmp_path / "bert", BertForMaskedLM, BertConfig(vocab_size=259, **shape))
-    fails(capsys, 2, "BertForMaskedLM does not continue a text: give a causal", arguments=["generate", folder, "abc"])
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "generate"])

@@ -1,11 +1,10 @@
-"""Each verb does what it says: train, evaluate, generate, list, doctor."""
+"""Each verb does what it says: train, evaluate, list, doctor."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -122,39 +121,6 @@ def test_evaluate_prints_what_the_library_says(run: Path, corpus: Path, capsys) 
     model, tokenizer = mnemic.load(run / "model"), mnemic.load_tokenizer(run / "model")
     assert printed == mnemic.evaluate(model, tokenizer, str(corpus), window=32, split="test")
     assert f"{printed['perplexity']:.6g}" in output(capsys, "evaluate", run, corpus, "--window", 32, "--split", "test")
-
-
-# generate
-
-
-def test_generate_continues_the_prompt_the_same_each_time(run: Path, capsys) -> None:
-    arguments = ["generate", run, "abc ", "--max-new-tokens", 12, "--seed", 3]
-    texts = {output(capsys, *arguments) for _ in range(2)}
-    assert len(texts) == 1
-    assert texts.pop().startswith("abc ")
-    assert output(capsys, *arguments) != output(capsys, *arguments[:-1], 4)
-
-
-def test_generate_greedy_is_the_models_own_greedy(run: Path, capsys) -> None:
-    model, tokenizer = mnemic.load(run / "model").eval(), mnemic.load_tokenizer(run / "model")
-    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer("abc ")["input_ids"]]])
-    expected = []
-    for _ in range(8):  # one token at a time, without any cache
-        token = (
-            model(input_ids=torch.cat([ids, torch.tensor([expected], dtype=torch.long)], dim=1)).logits[0, -1].argmax()
-        )
-        expected.append(int(token))
-    if tokenizer.eos_token_id in expected:
-        expected = expected[: expected.index(tokenizer.eos_token_id)]
-    printed = json.loads(output(capsys, "generate", run, "abc ", "--greedy", "--max-new-tokens", 8, "--json"))
-    assert printed["text"] == tokenizer.decode(expected, skip_special_tokens=True)
-    assert printed["prompt"] == "abc "
-
-
-def test_generate_reads_stdin_and_takes_beams_and_no_memory(run: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "stdin", StringIO("abd "))
-    assert output(capsys, "generate", run, "-", "--beams", 2, "--max-new-tokens", 4).startswith("abd ")
-    assert output(capsys, "generate", run, "", "--no-memory", "--max-new-tokens", 4)
 
 
 # list and doctor

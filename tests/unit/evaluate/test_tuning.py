@@ -14,6 +14,7 @@ import mnemic
 from mnemic.data import Corpus, Document
 from mnemic.errors import UsageError
 from mnemic.evaluate import EvaluateConfig, tuning
+from mnemic.memories.output import layer
 from mnemic.memories.output.gate import Gate
 from mnemic.memories.output.testing import Grid, Survey
 from mnemic.stores import References, StoreConfig, open_store
@@ -57,6 +58,7 @@ MEMORIES = {
     "knn and cache, apart": {"k": 16, "external": "ip", "joint": False, "training": "none", "weight": 0.93, "long": 4}
     | {"recent_weight": 0.97, "recent_temperature": 0.7},
     "an empty store": {"k": 16, "external": "empty", "weight": 0.5},
+    "not trained with": {"k": 16, "external": "ip", "long": 4, "training": "none", "weight": 0.2},
 }
 
 
@@ -120,9 +122,78 @@ def test_the_best_settings_are_the_best(model: Any, name: str) -> None:
         if memory.recent_weight is not None:
             settings["recent_weight"] = float(rng.choice(tuning.SHARES))
             settings["recent_temperature"] = float(rng.choice(grid.temperatures))
+        if memory.training == "none":
+            settings["joint"] = bool(rng.choice([memory.joint, False]))
         mnemic.augment(model, memory.changed(**settings))
         other = mnemic.evaluate(model, BYTES, CORPUS, READING)["perplexity"]
         assert other >= tuned.perplexity * (1 - 1e-6), settings
+
+
+MISLEADING = Survey(  # rows that are near to all tokens and have half of the right ones
+    losses=torch.full((8,), math.log(50)),
+    normalisers=torch.zeros(8),
+    keys=None,
+    recent=None,
+    external=layer.Mass(
+        torch.tensor([12.0, 6.0])[:, None, None].expand(2, 1, 8),
+        torch.tensor([12.0, 6.0])[:, None, None] + torch.tensor([math.log(0.5), -torch.inf]).repeat(4)[None, None],
+    ),
+)
+
+
+def naive_loss(temperature: float, weight: float, joint: bool) -> float:
+    """The mean loss of `MISLEADING` with these settings, by Eq. 6 and 9 as they stand."""
+    mass, total = math.exp(12 / temperature), 0.0
+    for own in [0.5, 0.0] * 4:
+        softmax = (1 / 50 + own * mass) / (1 + mass) if joint else 1 / 50
+        total -= math.log((1 - weight) * softmax + weight * own)
+    return total / 8
+
+
+def test_a_model_that_was_trained_without_the_memory_may_have_it_outside_its_softmax() -> None:
+    grid = Grid((1.0, 2.0), (0,), (16,))
+    losses = {
+        (tau, weight, joint): naive_loss(tau, weight, joint)
+        for tau, weight, joint in itertools.product((1.0, 2.0), (0.0, *tuning.WEIGHTS), (True, False))
+    }
+    memory = mnemic.OutputMemory(external="s", k=16, training="none", local=False, temperature=2.0, weight=0.1)
+    tuned = tuning.best_settings(MISLEADING, grid, memory)
+    assert not tuned.memory.joint
+    assert tuned.perplexity == pytest.approx(math.exp(min(losses.values())))
+    assert losses[2.0, tuned.memory.weight, False] == min(losses.values())
+    assert tuned.before == pytest.approx(math.exp(losses[2.0, 0.1, True]), rel=1e-6)
+    assert tuned.plain == pytest.approx(50)
+    assert tuned.tried == 3 * (1 + 2 * len(tuning.WEIGHTS))
+    assert "temperature" not in tuned.at_the_edge
+
+    trained = tuning.best_settings(MISLEADING, grid, memory.changed(training="local"))
+    assert trained.memory.joint
+    within = min(loss for (*_, joint), loss in losses.items() if joint)
+    assert trained.perplexity == pytest.approx(math.exp(within), rel=1e-6)
+    assert "temperature" in trained.at_the_edge
+
+
+@pytest.mark.parametrize("memory", [{"external": "ip"}, {"long": 4}], ids=str)
+def test_every_setting_with_and_without_the_softmax_is_compared(
+    model: Any, monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(tuning, "WEIGHTS", (0.1, 0.6))
+    rows = {"external": store(), "local": False} if "external" in memory else {}
+    given = mnemic.OutputMemory(**{**memory, **rows}, k=16, training="none", temperature=0.5)
+    grid = Grid((0.5, 1.0), (given.long,), (4, 16) if rows else (16,))
+    found = {}
+    for joint, tau, mix, weight, k in itertools.product(
+        (True, False), grid.temperatures, grid.temperatures, (0.0, 0.1, 0.6), grid.ks
+    ):
+        settings = {"joint": joint, "temperature": tau, "mix_temperature": mix, "weight": weight, "k": k}
+        mnemic.augment(model, given.changed(**settings))
+        found[tuple(settings.values())] = mnemic.evaluate(model, BYTES, CORPUS, READING)["perplexity"]
+    mnemic.augment(model, given)
+    tuned = mnemic.tune(model, BYTES, CORPUS, READING, grid)
+    best = min(found, key=found.__getitem__)
+    assert tuned.perplexity == pytest.approx(found[best], rel=1e-6)
+    assert tuned.memory.joint == best[0]
+    assert tuned.before == pytest.approx(found[True, 0.5, 1.0, 0.0, 16], rel=1e-6)
 
 
 def test_what_is_at_the_edge_of_the_grid_is_said(model: Any) -> None:

@@ -1,0 +1,165 @@
+"""`mnemic generate`: the model's own words, with memories that are put in, without them, and side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+import mnemic
+from mnemic.cli import main
+from mnemic.cli.generate import SAME
+from tests.unit.cli.conftest import train
+from tests.unit.cli.test_faults import fails, plain_model
+from tests.unit.cli.test_verbs import output
+
+PROMPT, ANSWER = "the red key ", "opens the cellar, the blue one the attic"
+WAYS = {"greedy": ["--greedy"], "sampling": ["--seed", "5"], "beams": ["--beams", "3"]}
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: Path, tmp_path_factory: Any) -> Path:
+    """The folder of a run without memory."""
+    out = tmp_path_factory.mktemp("runs") / "plain"
+    assert train(corpus, out) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def notes(plain: Path, tmp_path_factory: Any) -> Path:
+    """A store with a text that the model without memory has never seen."""
+    folder = tmp_path_factory.mktemp("notes")
+    (folder / "notes.txt").write_text(PROMPT + ANSWER)
+    build = ["store", "build", folder / "notes.store", folder / "notes.txt", "--model", plain, "--split", "all"]
+    assert main(list(map(str, [*build, "--keys", "float32", "--window", "64"]))) == 0
+    return folder / "notes.store"
+
+
+def by_heart(store: Path) -> str:
+    """A memory that says what followed the nearest context of a store, and hardly ever anything else."""
+    return f"output:external={store},k=4,weight=0.99,mix_temperature=1e-6,joint=false,training=none,local=false"
+
+
+def test_generate_continues_the_prompt_the_same_each_time(run: Path, capsys) -> None:
+    arguments = ["generate", run, "abc ", "--max-new-tokens", 12, "--seed", 3]
+    texts = {output(capsys, *arguments) for _ in range(2)}
+    assert len(texts) == 1
+    assert texts.pop().startswith("abc ")
+    assert output(capsys, *arguments) != output(capsys, *arguments[:-1], 4)
+
+
+def test_generate_greedy_is_the_models_own_greedy(run: Path, capsys) -> None:
+    model, tokenizer = mnemic.load(run / "model").eval(), mnemic.load_tokenizer(run / "model")
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer("abc ")["input_ids"]]])
+    expected = []
+    for _ in range(8):  # one token at a time, without any cache
+        token = (
+            model(input_ids=torch.cat([ids, torch.tensor([expected], dtype=torch.long)], dim=1)).logits[0, -1].argmax()
+        )
+        expected.append(int(token))
+    if tokenizer.eos_token_id in expected:
+        expected = expected[: expected.index(tokenizer.eos_token_id)]
+    printed = json.loads(output(capsys, "generate", run, "abc ", "--greedy", "--max-new-tokens", 8, "--json"))
+    assert printed["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert printed["prompt"] == "abc "
+
+
+def test_generate_reads_stdin_and_takes_beams_and_no_memory(run: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO("abd "))
+    assert output(capsys, "generate", run, "-", "--beams", 2, "--max-new-tokens", 4).startswith("abd ")
+    assert output(capsys, "generate", run, "", "--no-memory", "--max-new-tokens", 4)
+
+
+# --memory, --no-memory, --compare
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_writes_what_it_finds_in_a_store(plain: Path, notes: Path, capsys: Any, way: str) -> None:
+    arguments = ["generate", plain, PROMPT, "--memory", by_heart(notes), *WAYS[way]]
+    assert output(capsys, *arguments) == PROMPT + ANSWER + "\n"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_comparing_is_writing_without_and_then_with_the_memories(
+    plain: Path, notes: Path, capsys: Any, way: str
+) -> None:
+    how = [PROMPT, "--max-new-tokens", 12, *WAYS[way]]
+    memory = by_heart(notes).replace("weight=0.99", "weight=0.5")
+    without = json.loads(output(capsys, "generate", plain, *how, "--json"))
+    one = json.loads(output(capsys, "generate", plain, *how, "--memory", memory, "--json"))
+    both = json.loads(output(capsys, "generate", plain, *how, "--memory", memory, "--compare", "--json"))
+    assert (without["memory"], "text_without_memory" in one) == ([], False)
+    assert both == one | {"text_without_memory": without["text"]}
+    assert one["text"] != without["text"]
+    (written,) = both["memory"]
+    assert "weight=0.5" in written
+    assert json.loads(output(capsys, "generate", plain, *how, "--memory", written, "--json")) == one
+    shown = output(capsys, "generate", plain, *how, "--memory", memory, "--compare")
+    expected = f"=== without memory ===\n{PROMPT}{without['text']}\n\n=== with {written} ===\n{PROMPT}{one['text']}\n"
+    assert shown == expected
+
+
+def test_several_memories_are_put_in_and_all_are_switched_off(plain: Path, run: Path, capsys: Any) -> None:
+    how = ["abc ", "--greedy", "--max-new-tokens", 12, "--json"]
+    memories = ["--memory", "tokens:count=3", "--memory", "output:weight=0.9,mix_temperature=0.01"]
+    both = json.loads(output(capsys, "generate", plain, *how, *memories, "--compare"))
+    assert [text.partition(":")[0] for text in both["memory"]] == ["tokens", "output"]
+    assert both["text_without_memory"] == json.loads(output(capsys, "generate", plain, *how))["text"] != both["text"]
+    own = json.loads(output(capsys, "generate", run, *how, "--compare"))
+    off = json.loads(output(capsys, "generate", run, *how, "--no-memory"))
+    assert (own["memory"], off["memory"]) == (["tokens:count=2"], [])
+    assert own["text_without_memory"] == off["text"]
+    model, tokenizer = mnemic.load(run / "model"), mnemic.load_tokenizer(run / "model")
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer("abc ")["input_ids"]]])
+    base = model.memory.detach().generate(ids, do_sample=False, max_new_tokens=12, pad_token_id=tokenizer.pad_token_id)
+    assert off["text"] == tokenizer.decode(base[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_memory_that_changes_nothing_is_told(plain: Path, capsys: Any) -> None:
+    arguments = ["generate", plain, "abc ", "--memory", "output:local=false", "--compare", "--max-new-tokens", 4]
+    assert main(list(map(str, arguments))) == 0
+    printed, said = capsys.readouterr()
+    assert SAME in said
+    assert SAME not in printed
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--memory", "outptu"], "unknown memory 'outptu': did you mean 'output'?"),
+        (["--memory", "output:wieght=0.3"], "unknown setting of output 'wieght': did you mean 'weight'?"),
+        (["--memory", "output:weight=1.5"], "OutputMemory.weight = 1.5: expected 0 or more and less than 1"),
+        (["--memory", "output:external=no.store"], "no store at no.store"),
+        (["--memory", "output", "--no-memory"], "--no-memory does not go with --memory or --compare: leave it out"),
+        (["--compare", "--no-memory"], "--no-memory does not go with --memory or --compare: leave it out"),
+        (["--compare"], "has no memory to compare with: give it one, as in --memory output:"),
+    ],
+)
+def test_mistakes(
+    plain: Path, tmp_path: Path, capsys: Any, monkeypatch: Any, arguments: list[str], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fails(capsys, 2, sentence, arguments=["generate", plain, "abc", *arguments])
+
+
+def test_a_store_that_another_model_made(corpus: Path, notes: Path, tmp_path: Path, capsys: Any) -> None:
+    assert train(corpus, tmp_path / "other", "--seed", "1") == 0
+    arguments = ["generate", tmp_path / "other", "abc", "--memory", by_heart(notes)]
+    fails(capsys, 2, f"the rows of {notes} were made by another model", arguments=arguments)
+
+
+def test_a_masked_model_does_not_generate(tmp_path: Path, capsys: Any) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    folder = plain_model(tmp_path / "bert", BertForMaskedLM, BertConfig(vocab_size=259, **shape))
+    for more in ([], ["--memory", "output"], ["--memory", "tokens:count=2", "--compare"]):
+        sentence = "BertForMaskedLM does not continue a text: give a causal"
+        fails(capsys, 2, sentence, arguments=["generate", folder, "abc", *more])
