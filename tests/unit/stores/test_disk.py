@@ -13,7 +13,7 @@ from mnemic.stores import References, Source, Store, StoreConfig, Where, open_st
 from mnemic.stores.disk import indexing
 from mnemic.stores.disk import store as disk
 from mnemic.stores.disk.columns import ColumnWriter
-from mnemic.stores.disk.index import choose, nth_best
+from mnemic.stores.disk.index import Index, choose, nth_best
 
 
 def clustered(count: int, dim: int = 16, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -118,6 +118,29 @@ def test_the_same_search_again_finds_the_same(
     store.commit()
     assert not store.search(queries[:1], 1, recall=1.0).mask.any()
     store.close()
+
+
+def test_queries_that_found_less_than_there_is_are_asked_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = StoreConfig(dim=16, keys="float32", index="IVF16,Flat")
+    store, keys = open_store(tmp_path / "a", config), clustered(2000)
+    keys[:2] += 1000  # a list of two rows
+    store.add(keys, np.arange(2000), references(2000))
+    store.commit()
+    queries, asked = keys[[0, *range(100, 140)]], []
+    searcher = Index.searcher
+
+    def counting(*settings: Any) -> Any:
+        search = searcher(*settings)
+        return lambda queries: asked.append(len(queries)) or search(queries)
+
+    monkeypatch.setattr(Index, "searcher", counting)
+    for _ in range(3):
+        asked.clear()
+        assert store.search(queries, 50, recall=0.5).mask.all()
+        assert asked[0] == len(queries)
+        assert 1 <= sum(asked[1:]) < len(queries)
 
 
 def test_the_dial(tmp_path: Path) -> None:

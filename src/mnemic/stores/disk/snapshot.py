@@ -267,20 +267,22 @@ class Snapshot:
 
     def search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
         """The nearest rows, from the index and from the rows that it does not cover yet."""
+        answer = None
         if where is EVERYTHING and (ready := self._ready.get((k, recall))) and len(queries) <= ready[1]:
-            ids, scores = ready[0](queries)
+            ids, scores = answer = ready[0](queries)
             if np.count_nonzero(mask := ids >= FIRST) == mask.size:
                 return Found(ids, scores, self.values_of(ids), mask)
-        return self._search(queries, k, where, recall)
+        return self._search(queries, k, where, recall, answer)
 
-    def _search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
+    def _search(self, queries: Floats, k: int, where: Where, recall: float, answer: Nearest | None) -> Found:
+        """The same step by step; `answer` is that of the index, if it is known."""
         selection, count = self.selection(where)
         if not count:
             return nothing(len(queries), k)
         index, record = self.index, self.manifest.index
         if index is None or record is None or (selection is not None and self._better_without(where, count)):
             return self._found(*self._look_at(where, 0, queries, k), k)
-        ids, scores = self._ask_index(index, queries, k, selection, recall)
+        ids, scores = answer or self._ask_index(index, queries, k, selection, recall)
         self._ask_again(ids, scores, index, record.end, queries, k, selection, recall)
         if record.end < self.manifest.next_id:
             ids, scores = best_of([(ids, scores), self._look_at(where, record.end, queries, k)], k)
