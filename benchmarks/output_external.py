@@ -17,18 +17,18 @@ from typing import Any
 
 from harness import RESULTS, machine
 
-PACKED, CODES = {"index": "IVF1024,PQ128x4fs"}, {"index": "IVF1024,PQ128x4fs", "keys": "codes"}
-STORES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {  # settings of the store; of the memory
+CODES, SMALL_CODES = ({"index": f"IVF1024,PQ{parts}x4fs", "keys": "codes"} for parts in (256, 128))
+STORES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the store; of the memory
     "exact": ({"index": "exact"}, {}),
     "usual": ({}, {}),
-    "usual, recall 0.8": ({}, {"recall": 0.8}),
-    "usual, recall 0.5": ({}, {"recall": 0.5}),
-    "packed": (PACKED, {}),  # codes, and a second look at the keys
-    "packed, recall 0.8": (PACKED, {"recall": 0.8}),
-    "packed, recall 0.5": (PACKED, {"recall": 0.5}),
-    "packed, recall 0.8, in a thread": (PACKED, {"recall": 0.8, "overlap": True}),
-    "packed, recall 0.8, half of the tokens": (PACKED, {"recall": 0.8, "retrieve": 0.5}),
-    "codes, recall 0.3": (CODES, {"recall": 0.3}),
+    "usual, in a thread": ({}, {"overlap": True}),
+    "usual, followed for 1 token": ({}, {"follow": 1}),
+    "usual, followed for 3 tokens": ({}, {"follow": 3}),
+    "usual, for half of the tokens": ({}, {"retrieve": 0.5}),
+    "pruned": ({"closer": 1.0}, {}),
+    "codes and keys": ({"index": "IVF1024,PQ256x4fs"}, {}),  # found by codes, with a second look at the keys
+    "codes": (CODES, {}),
+    "codes of half the size": (SMALL_CODES, {}),
 }
 
 
@@ -104,6 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "perplexity": perplexity,
             "ratio": min(times["memory"]) / min(times["plain"]),
             "seconds": times,
+            "rows": store.summary().rows,
             "bytes": store.summary().bytes,
         }
         if "exact" in results:
@@ -135,17 +136,21 @@ def built(model: Any, tokenizer: Any, corpus: Any, options: argparse.Namespace, 
     import mnemic
 
     def path(settings: dict[str, Any]) -> Path:
-        name = "-".join(filter(None, (settings.get("keys"), settings.get("index", "usual").replace(",", "-"))))
+        name = "-".join(str(value).replace(",", "-") for value in settings.values()) or "usual"
         return options.folder / f"{name}.store"
 
-    if settings == STORES["exact"][0]:
+    exact, usual = STORES["exact"][0], STORES["usual"][0]
+    if settings == exact:
         return mnemic.build_store(model, tokenizer, corpus, path(settings), window=512, min_context=64, **settings)
     if path(settings).exists() and (store := mnemic.open_store(path(settings))).summary().rows:
         return store
-    with mnemic.open_store(path(STORES["exact"][0])) as exact:
-        store = mnemic.open_store(path(settings), dataclasses.replace(exact.config, **{"index": "auto", **settings}))
-        for start in range(0, len(exact), 1 << 16):
-            rows = exact.get(range(start, min(start + (1 << 16), len(exact))))
+    if "closer" in settings:
+        with mnemic.open_store(path(usual)) as whole:
+            return mnemic.prune_store(whole, path(settings), **settings).store
+    with mnemic.open_store(path(exact)) as source:
+        store = mnemic.open_store(path(settings), dataclasses.replace(source.config, **{"index": "auto", **settings}))
+        for start in range(0, len(source), 1 << 16):
+            rows = source.get(range(start, min(start + (1 << 16), len(source))))
             store.add(rows.keys, rows.values, rows.references)
     store.commit()
     return store

@@ -26,6 +26,7 @@ DEFAULT_NAMESPACE = "default"
 HIGHEST_POSITION = 2**32 - 1
 MOST = 1 << 24  # results of one query
 HIGHEST_HALF = 65504  # the largest number of float16
+LOOKED_UP = 1 << 20  # numbers of keys that are held at a time to score rows
 
 
 class Source(NamedTuple):
@@ -77,6 +78,14 @@ class Found(NamedTuple):
     scores: Floats
     values: NDArray[np.int64]
     mask: NDArray[np.bool_]
+
+
+class LookedUp(NamedTuple):
+    """Of numbers of rows, which are `there` (n,), and the keys and values of those."""
+
+    there: NDArray[np.bool_]
+    keys: NDArray[Any]
+    values: NDArray[np.int64]
 
 
 def _names(names: Any, what: str) -> frozenset[str] | None:
@@ -181,6 +190,54 @@ class Store(ABC):
         where = EVERYTHING if where is None else Where.of(where)
         return self._search(queries, int(k), where, recall or self.config.recall)
 
+    def score(self, queries: Any, ids: Any, where: Where | str | Iterable[str] | None = None) -> Found:
+        """What `search` says of these rows: ids (queries, k), whose order is kept; a negative one stands for no row.
+
+        `mask` is false where no row has that number, it was deleted, or `where` does not mean it.
+        """
+        self._check_open()
+        queries, ids = self._vectors(queries, "queries"), np.asarray(ids)
+        if ids.ndim != 2 or len(ids) != len(queries) or (ids.size and ids.dtype.kind not in "iu"):
+            raise UsageError(
+                f"ids of shape {ids.shape} and type {ids.dtype}: expected whole numbers ({len(queries)}, k), the rows "
+                "of each query"
+            )
+        if self.config.keys == "codes":
+            raise UsageError(f"{self.address} keeps no keys to score rows by: build it with keys = 'float16'")
+        return self._score(queries, ids.astype(np.int64), EVERYTHING if where is None else Where.of(where))
+
+    def _score(self, queries: Floats, ids: Ids, where: Where) -> Found:
+        """Looks up each row once, some at a time and in their order, and compares it with all that ask for it."""
+        found, asked = nothing(*ids.shape), ids.reshape(-1)
+        places = np.flatnonzero(asked >= 0)
+        places = places[np.argsort(asked[places])]
+        rows, counts = np.unique(asked[places], return_counts=True)
+        firsts = np.cumsum(counts) - counts
+        step = max(1, LOOKED_UP // self.config.dim)
+        for start in range(0, len(rows), step):
+            times = counts[start : start + step]
+            there, keys, values = self._look_up(rows[start : start + step], where)
+            here = places[firsts[start] : firsts[start] + times.sum()][np.repeat(there, times)]
+            if len(here):
+                which = np.repeat(np.arange(len(values)), times[there])
+                np.put(found.ids, here, asked[here])
+                np.put(found.scores, here, self._compare(queries, here // ids.shape[1], keys, which))
+                np.put(found.values, here, values[which])
+                np.put(found.mask, here, True)
+        return found
+
+    def _compare(self, queries: Floats, asking: Ids, keys: NDArray[Any], which: Ids) -> Floats:
+        """The score of each pair n: query `asking[n]` and key `which[n]`."""
+        scores = np.empty(len(asking), np.float32)
+        step = max(1, LOOKED_UP // self.config.dim)
+        for start in range(0, len(asking), step):
+            some = slice(start, start + step)
+            left, right = queries[asking[some]], keys[which[some]]
+            if self.config.metric == "l2":
+                left = right = left - right
+            scores[some] = np.einsum("nd,nd->n", left, right)
+        return np.negative(scores, out=scores) if self.config.metric == "l2" else scores
+
     def get(self, ids: Any) -> Rows:
         """The rows of these numbers; a number that no row has, or whose row was deleted, is an error."""
         self._check_open()
@@ -194,6 +251,10 @@ class Store(ABC):
 
     @abstractmethod
     def _search(self, queries: Floats, k: int, where: Where, recall: float) -> Found: ...
+
+    @abstractmethod
+    def _look_up(self, ids: Ids, where: Where) -> LookedUp:
+        """Rows that are meant, of different numbers from 0 on, which need not exist."""
 
     @abstractmethod
     def _get(self, ids: Ids) -> Rows: ...

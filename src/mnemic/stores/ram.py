@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mnemic.errors import UsageError
-from mnemic.stores.base import Floats, Found, Ids, References, Rows, Source, Store, Summary, Where, nothing
+from mnemic.stores.base import Floats, Found, Ids, LookedUp, References, Rows, Source, Store, Summary, Where, nothing
 from mnemic.stores.config import StoreConfig
 
 BLOCK = 1 << 22  # scores computed at a time
@@ -95,10 +95,21 @@ class RamStore(Store):
             return -((queries[:, None] - keys) ** 2).sum(-1)
         return queries @ keys.T
 
-    def _get(self, ids: Ids) -> Rows:
+    def _look_up(self, ids: Ids, where: Where) -> LookedUp:
+        rows, there = self._locate(ids)
+        wanted = np.array([source in where for source in self._sources], np.bool_)
+        there[there] = wanted[self._which[rows[there]]]
+        return LookedUp(there, self._keys[rows[there]].astype(np.float64), self._values[rows[there]])
+
+    def _locate(self, ids: Ids) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The place of each row, and whether there is one of that number."""
         rows = np.searchsorted(self._ids, ids)
         known = rows < len(self._ids)
         known[known] &= self._ids[rows[known]] == ids[known]
+        return rows, known
+
+    def _get(self, ids: Ids) -> Rows:
+        rows, known = self._locate(ids)
         if not known.all():
             raise UsageError(f"no row has the number {ids[~known][0]}: it was deleted, or never committed")
         used, which = np.unique(self._which[rows], return_inverse=True)

@@ -22,7 +22,7 @@ from mnemic.memories.output.config import OutputMemory
 from mnemic.memories.output.gate import Gate
 from mnemic.memories.output.gathering import whole_batch
 from mnemic.memories.output.layer import NOTHING, Mass, Own, precise
-from mnemic.memories.output.searching import Search, SearchedStore, nearest
+from mnemic.memories.output.searching import Search, SearchedStore, followed, nearest
 from mnemic.memories.output.state import LongTerm, Previous, Riding
 from mnemic.memories.output.testing import Grid, Piece, Seen, Survey
 
@@ -186,7 +186,7 @@ class Attached(Handle):
         store, config = self._store, self.config
         if store is None or not (config.joint or config.weight or self._survey):
             return Search(asked, lambda: None, overlap=False)
-        return Search(asked, lambda: nearest(store, config, keys[asked]), config.overlap)
+        return Search(asked, lambda: followed(store, config, keys, asked, targets), config.overlap)
 
     def _tested(self, losses: Tensor, normalisers: Tensor, piece: Piece, search: Search, reading: Reading) -> Tensor:
         """The losses with the memories of testing: local, long-term and external."""

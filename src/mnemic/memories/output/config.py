@@ -37,6 +37,11 @@ class OutputMemory(MemoryConfig):
     recall: float | None = option(
         None, "share of the true nearest rows that a search shall find: less is faster; unset: what the store says"
     )
+    follow: int = option(
+        0,
+        "for how many tokens after a search the rows found are followed in their text in place of searching again; 0: "
+        "every token is searched for, as in generation always",
+    )
     overlap: bool = option(False, "whether the store is searched in a thread of its own while the model goes on")
     namespaces: list[str] = option([], "the namespaces of the store to look into; all if there are none")
     key: str = option("ffn", "what a context is compared by: ffn, the input of the last feed-forward, or output")
@@ -71,7 +76,7 @@ class OutputMemory(MemoryConfig):
         super().__post_init__()
 
     def check(self) -> None:
-        for name, least in (("long", 0), ("k", 1)):
+        for name, least in (("long", 0), ("k", 1), ("follow", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"OutputMemory.{name} = {getattr(self, name)}: expected {least} or more")
         for name in ("temperature", "mix_temperature"):

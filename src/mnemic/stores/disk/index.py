@@ -252,6 +252,14 @@ def true_scores(
     return np.negative(scores, out=scores) if config.metric == "l2" else scores
 
 
+def pair_scores(config: StoreConfig, queries: Floats, asking: Ids, keys: Floats, which: Ids) -> Floats:
+    """The score of each pair n: query `asking[n]` and key `which[n]`."""
+    scores = np.empty(len(asking), np.float32)
+    compare = faiss.pairwise_indexed_L2sqr if config.metric == "l2" else faiss.pairwise_indexed_inner_product
+    compare(config.dim, len(asking), *map(swig_ptr, (queries, asking, keys, which, scores)))
+    return np.negative(scores, out=scores) if config.metric == "l2" else scores
+
+
 def nth_best(config: StoreConfig, parts: Iterable[tuple[Ids, Floats]], ids: Ids, keys: Floats, depth: int) -> Floats:
     """For some rows, the score of the n-th nearest of all rows but themselves: one product with each part."""
     import torch

@@ -267,11 +267,10 @@ class Snapshot:
 
     def search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
         """The nearest rows, from the index and from the rows that it does not cover yet."""
-        answer = None
-        if where is EVERYTHING and (ready := self._ready.get((k, recall))) and len(queries) <= ready[1]:
-            ids, scores = answer = ready[0](queries)
-            if np.count_nonzero(mask := ids >= FIRST) == mask.size:
-                return Found(ids, scores, self.values_of(ids), mask)
+        ready = self._ready.get((k, recall)) if where is EVERYTHING else None
+        answer = ready[0](queries) if ready and len(queries) <= ready[1] else None
+        if answer is not None and np.count_nonzero(mask := answer[0] >= FIRST) == mask.size:
+            return Found(*answer, self.values_of(answer[0]), mask)
         return self._search(queries, k, where, recall, answer)
 
     def _search(self, queries: Floats, k: int, where: Where, recall: float, answer: Nearest | None) -> Found:

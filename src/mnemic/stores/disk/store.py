@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from mnemic.errors import DamagedError, MnemicError, UsageError
 from mnemic.files import TEMPORARY, clear_os_errors, fsync, lock, remove_unfinished
-from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store, Summary, Where
+from mnemic.stores.base import Floats, Found, Ids, LookedUp, References, Rows, Store, Summary, Where
 from mnemic.stores.config import StoreConfig, without_names
 from mnemic.stores.disk import indexing
 from mnemic.stores.disk import manifest as manifests
+from mnemic.stores.disk.columns import in_type
+from mnemic.stores.disk.index import pair_scores
 from mnemic.stores.disk.manifest import Manifest, SegmentRecord
 from mnemic.stores.disk.opening import files_of, open_version
 from mnemic.stores.disk.ranges import joined, ranges_of
@@ -96,6 +98,17 @@ class DiskStore(Store):
 
     def _search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
         return self._snapshot.search(queries, k, where, recall)
+
+    def _look_up(self, ids: Ids, where: Where) -> LookedUp:
+        selection, _ = self._snapshot.selection(where)
+        there = self._snapshot.locate(ids)[0] >= 0
+        if selection is not None:
+            there[there] = selection[ids[there]]
+        ids = ids[there]
+        return LookedUp(there, in_type(self._snapshot.keys_of(ids), np.float32), self._snapshot.values_of(ids))
+
+    def _compare(self, queries: Floats, asking: Ids, keys: NDArray[Any], which: Ids) -> Floats:
+        return pair_scores(self.config, queries, asking, keys, which)
 
     def _get(self, ids: Ids) -> Rows:
         return self._snapshot.get(ids)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mnemic.errors import DamagedError, UsageError
-from mnemic.stores.base import Floats, Found, Ids, References, Rows, Where, nothing
+from mnemic.stores.base import Floats, Found, Ids, LookedUp, References, Rows, Where, nothing
 from mnemic.stores.milvus.index import DEPTH, SAMPLE, enough_lists, measure
 from mnemic.stores.milvus.manifest import Manifest
 from mnemic.stores.milvus.names import Names
@@ -77,16 +77,29 @@ class Snapshot:
                 return near
         return self._server.search(queries, limit, self._committed(confined), lists, manifest.time)
 
+    def look_up(self, ids: Ids, where: Where) -> LookedUp:
+        """Keys and values of the rows of these numbers that are there and meant."""
+        confined = self.names.filter(where)
+        rows = {} if confined is None else self._fetch(ids.tolist(), ("key", "value"), confined)
+        there = np.array([number in rows for number in ids.tolist()], np.bool_)
+        found = [rows[number] for number in ids[there].tolist()]
+        keys = np.array([row["key"] for row in found], np.float32).reshape(len(found), self.manifest.config.dim)
+        return LookedUp(there, keys, np.array([row["value"] for row in found], np.int64))
+
+    def _fetch(self, ids: list[int], fields: Sequence[str], confined: str = "") -> dict[int, dict[str, Any]]:
+        """By number, the rows of these numbers that there are."""
+        possible, there = [number for number in ids if 0 <= number < self.manifest.next_id], dict[int, dict[str, Any]]()
+        step = max(1, min(MOST_FOUND, MESSAGE_BYTES // (4 * self.manifest.config.dim + 64)))
+        for start in range(0, len(possible), step):
+            rows = both(one_of("id", possible[start : start + step]), confined, self.names.alive())
+            some = self._server.fetch(rows, ("id", *fields), ROWS, self.manifest.time)
+            there |= {row["id"]: row for row in some}
+        return there
+
     def get(self, ids: Ids) -> Rows:
         """The rows of these numbers."""
-        dim, there = self.manifest.config.dim, dict[int, dict[str, Any]]()
         wanted = np.unique(ids).tolist()
-        possible = [number for number in wanted if 0 <= number < self.manifest.next_id]
-        fields = ("id", "key", "value", "position", "source", "space")
-        step = max(1, min(MOST_FOUND, MESSAGE_BYTES // (4 * dim + 64)))
-        for start in range(0, len(possible), step):
-            filter = both(one_of("id", possible[start : start + step]), self.names.alive())
-            there |= {row["id"]: row for row in self._server.fetch(filter, fields, ROWS, self.manifest.time)}
+        there = self._fetch(wanted, ("key", "value", "position", "source", "space"))
         for number in wanted:
             if number not in there:
                 raise UsageError(f"no row has the number {number}: it was deleted, or never committed")
@@ -96,7 +109,7 @@ class Snapshot:
         for row in rows:
             if row["source"] not in places:
                 raise DamagedError(f"row {row['id']} belongs to a document whose name is not there: verify the store")
-        keys = np.array([row["key"] for row in rows], np.float32).reshape(len(rows), dim)
+        keys = np.array([row["key"] for row in rows], np.float32).reshape(len(rows), self.manifest.config.dim)
         values, positions = (np.array([row[name] for row in rows], np.int64) for name in ("value", "position"))
         which = np.array([places[row["source"]] for row in rows], np.int64)
         return Rows(keys, values, References([*sources.values()], which, positions))

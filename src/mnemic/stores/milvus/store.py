@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mnemic.errors import DamagedError, MnemicError, UsageError
-from mnemic.stores.base import Floats, Found, Ids, References, Rows, Store, Summary, Where
+from mnemic.stores.base import Floats, Found, Ids, LookedUp, References, Rows, Store, Summary, Where
 from mnemic.stores.config import StoreConfig
 from mnemic.stores.milvus.index import check, choose, enough_lists
 from mnemic.stores.milvus.manifest import Manifest
@@ -126,6 +126,9 @@ class MilvusStore(Store):
 
     def _search(self, queries: Floats, k: int, where: Where, recall: float) -> Found:
         return self._snapshot.search(queries, k, where, recall)
+
+    def _look_up(self, ids: Ids, where: Where) -> LookedUp:
+        return self._snapshot.look_up(ids, where)
 
     def _get(self, ids: Ids) -> Rows:
         return self._snapshot.get(ids)
