@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mnemic.errors import UsageError
 
-PENALTY = 3.0  # of the ridge regression, in mean variances of a key's numbers: gains are noisy, and a tenth of it overfits
+PENALTY = 3.0  # of the ridge regression, in mean variances of a key's numbers; with much less the noise is learned
 
 
 class Gate(nn.Module):
