@@ -236,3 +236,26 @@ def test_generation_always_searches(reader: Any) -> None:
 def test_a_negative_number_of_tokens_is_refused() -> None:
     with pytest.raises(UsageError, match="follow = -1: expected 0 or more"):
         mnemic.OutputMemory(follow=-1)
+
+
+@pytest.mark.parametrize("follow", [1, 3])
+def test_a_token_that_is_yet_to_be_predicted_changes_nothing(monkeypatch: Any, follow: int) -> None:
+    monkeypatch.setattr(searching, "FEWEST", 3)
+    store, _ = filled()
+    config = mnemic.OutputMemory(external=store, k=K, follow=follow)
+    keys, _, targets = text(2, 12)
+    asked = torch.ones_like(targets, dtype=torch.bool)
+
+    def found(targets: Tensor) -> list[Tensor]:
+        rows = followed(store, config.changed(similarity="dot"), keys, asked, targets)
+        return [part.view(2, 12, -1) for part in rows]
+
+    before = found(targets)
+    changed = False
+    for t in range(12):
+        others = targets.clone()
+        others[:, t] = (others[:, t] + 1) % TOKENS
+        after = found(others)
+        assert all(torch.equal(old[:, : t + 1], new[:, : t + 1]) for old, new in zip(before, after, strict=True))
+        changed |= not torch.equal(before[0][:, t + 1 :], after[0][:, t + 1 :])
+    assert changed  # it does lead to other rows for the tokens after it
