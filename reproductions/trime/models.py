@@ -61,7 +61,8 @@ class Model:
         if options["batching"] == "consecutive":
             options["consecutive"] = settings.consecutive
         config = mnemic.TrainConfig(**options)
-        self.memory = mnemic.OutputMemory(**trained.memory) if trained.memory else None
+        usual = {"local_dropout": settings.local_dropout} if trained.memory.get("training") == "batch" else {}
+        self.memory = mnemic.OutputMemory(**usual | trained.memory) if trained.memory else None
         vocabulary = [settings.text("home").to_dict(), settings.tokenizer, settings.vocab_size]
         self.tokenizer_folder = runs / f"tokenizer-{identity(vocabulary)}"
         steps = {name: value for name, value in config.to_dict().items() if name not in HOW_OFTEN}

@@ -33,6 +33,7 @@ class Settings(Config):
     vocab_size: int | None = option(None, "size of its vocabulary; unset: all words")
     train: dict[str, Any] = option({}, "how models are trained: see TrainConfig; `batching` holds for all of them")
     consecutive: int = option(1, "consecutive segments in a batch, for models trained with long-term memory (m)")
+    local_dropout: float = option(0.9, "how often models trained with external memory go without their local one (p)")
     evaluate: dict[str, Any] = option({}, "how models are tested: see EvaluateConfig")
     tune: dict[str, Any] = option({}, "what differs from that in tuning, such as max_tokens")
     store: dict[str, Any] = option({}, "how stores are built: see BuildConfig")
