@@ -15,7 +15,7 @@ from mnemic.errors import UsageError
 from mnemic.memories.output import searching
 from mnemic.memories.output.searching import followed, nearest
 from mnemic.stores import References, Source, StoreConfig, Where, open_store
-from tests.unit.memories.test_output import byte_model, corpus
+from tests.unit.memories.test_output import augmented, byte_model, corpus
 
 __all__ = ["byte_model"]
 
@@ -259,3 +259,12 @@ def test_a_token_that_is_yet_to_be_predicted_changes_nothing(monkeypatch: Any, f
         assert all(torch.equal(old[:, : t + 1], new[:, : t + 1]) for old, new in zip(before, after, strict=True))
         changed |= not torch.equal(before[0][:, t + 1 :], after[0][:, t + 1 :])
     assert changed  # it does lead to other rows for the tokens after it
+
+
+def test_a_store_of_codes_is_refused_when_it_is_put_in(tmp_path: Path) -> None:
+    model = augmented(follow=2)
+    codes = StoreConfig(dim=32, metric="ip", keys="codes", index="IVF1,PQ4x4fs")
+    with open_store(tmp_path / "codes", codes) as store:
+        with pytest.raises(UsageError, match=r"keeps codes in place of keys.*set follow = 0"):
+            model.memory.output.connect(store)
+        augmented().memory.output.connect(store)

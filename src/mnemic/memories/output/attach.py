@@ -76,6 +76,11 @@ class Attached(Handle):
                 f"the store compares by {metric!r} and OutputMemory by {similarity!r}: set similarity = "
                 f"{_SIMILARITY[metric]!r}, or build a store with metric = {wanted!r}"
             )
+        if self.config.follow and store.config.keys == "codes":
+            raise UsageError(
+                "the store keeps codes in place of keys, and rows that are followed are compared by their keys: set "
+                "follow = 0, or build it with keys = 'float16'"
+            )
         self.config, self._store = self.config.changed(similarity=_SIMILARITY[metric]), store
 
     def _checkpoints(self) -> bool:
