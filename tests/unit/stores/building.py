@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import mnemic
 from mnemic.data import Document, train_tokenizer
 from mnemic.data.documents import Corpus
 from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
-from mnemic.stores import Store
+from mnemic.stores import Store, open_store
 from tests.contract.architectures import ARCHITECTURES
 
 CAUSAL = [
@@ -75,3 +76,16 @@ def assert_same_rows(one: Store, other: Store) -> None:
     np.testing.assert_array_equal(first[0], second[0])
     np.testing.assert_array_equal(first[1], second[1])
     assert first[2] == second[2]
+
+
+class Stop(Exception):
+    """As if the power had gone."""
+
+
+def own_rows(path: Path, namespace: str = "default") -> tuple[Any, Any, list[Any]]:
+    """The rows of a namespace in the order of their numbers, whatever these are."""
+    with open_store(path) as store:
+        found = store.search(np.ones((1, 16)), len(store), namespace, recall=1.0)
+        rows = store.get(np.sort(found.ids[found.mask]))
+    assert rows.keys is not None
+    return rows.keys.tolist(), rows.values.tolist(), [rows.references[number] for number in range(len(rows.values))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +22,18 @@ from mnemic.stores.build import Build, add_to_store
 from mnemic.stores.build_config import BuildConfig
 from mnemic.stores.origin import check_origin
 from mnemic.stores.progress import Mark, Progress
-from tests.unit.stores.building import BYTES, TEXTS, assert_same_rows, built, corpus, everything, small, tokens_of
-
-
-class Stop(Exception):
-    """As if the power had gone."""
+from tests.unit.stores.building import (
+    BYTES,
+    TEXTS,
+    Stop,
+    assert_same_rows,
+    built,
+    corpus,
+    everything,
+    own_rows,
+    small,
+    tokens_of,
+)
 
 
 def build(path: Path, model: Any, stop_after: int | None = None, monkeypatch: Any = None, **options: Any) -> int:
@@ -159,15 +165,6 @@ def test_another_memory_is_another_model(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="other memories in the model"):
             check_origin(store, small(), BYTES, [])
         check_origin(store, small(), BYTES, ["model"])
-
-
-def own_rows(path: Path, namespace: str = "default") -> tuple[Any, Any, list[Any]]:
-    """The rows of a namespace in the order of their numbers, whatever these are."""
-    with open_store(path) as store:
-        found = store.search(np.ones((1, 16)), len(store), namespace, recall=1.0)
-        rows = store.get(np.sort(found.ids[found.mask]))
-    assert rows.keys is not None
-    return rows.keys.tolist(), rows.values.tolist(), [rows.references[number] for number in range(len(rows.values))]
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
@@ -334,77 +331,6 @@ def test_rows_that_the_model_foresees_are_left_out() -> None:
     paid = [-np.log(chance) for chance in probabilities if chance > limit]
     assert (task.report["rows"], task.report["dropped"]) == (len(kept), len(paid))
     assert task.report["dropped_loss"] == pytest.approx(np.mean(paid), rel=1e-4)
-
-
-# Adding
-
-
-def test_adding_a_text_gives_the_rows_of_building_it(tmp_path: Path) -> None:
-    model = small()
-    (tmp_path / "more.txt").write_text("one more text\nof two lines")
-    store = mnemic.build_store(model, BYTES, corpus(), tmp_path / "s", window=8, batch_size=2)
-    report = add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), namespace="alice", batch_size=2)
-    assert (report["added"], report["replaced"], report["rows"]) == (27, 0, 155)
-    alone = mnemic.build_store(model, BYTES, str(tmp_path / "more.txt"), "ram:", split="all", window=8, batch_size=2)
-    added = store.get(np.arange(128, 155))
-    np.testing.assert_array_equal(added.keys, everything(alone)[0])
-    np.testing.assert_array_equal(added.values, everything(alone)[1])
-    assert added.references[26] == (("more.txt", "alice"), 26)
-    with pytest.raises(UsageError, match=r"already has the document 'more.txt' in the namespace 'alice'"):
-        add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), namespace="alice")
-    add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), namespace="bob")
-    (tmp_path / "more.txt").write_text("shorter")
-    assert (
-        add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), namespace="bob", replace=True)["replaced"] == 27
-    )
-    assert store.summary().namespaces == {"default": 128, "alice": 27, "bob": 8}
-    with pytest.raises(UsageError, match="another model"):
-        add_to_store(store, small(1), BYTES, str(tmp_path / "more.txt"))
-    store.close()
-    mnemic.build_store(model, BYTES, corpus(), tmp_path / "s", window=8, batch_size=2).close()  # finished as before
-
-
-def test_an_interrupted_addition_adds_nothing(tmp_path: Path, monkeypatch: Any) -> None:
-    model, real, calls = small(), mnemic.stores.encode.encode_group, iter(range(3))
-    store = mnemic.build_store(model, BYTES, corpus(), tmp_path / "s")
-    (tmp_path / "more.txt").write_text("abc " * 1000)
-
-    def failing(*args: Any) -> Any:
-        if next(calls, None) is None:
-            raise Stop
-        return real(*args)
-
-    monkeypatch.setattr(mnemic.stores.encode, "encode_group", failing)
-    with store, pytest.raises(Stop):
-        add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), batch_size=1)
-    with open_store(tmp_path / "s") as again:
-        assert len(again) == 128
-        assert again.delete(Where.document("more.txt")) == 0
-
-
-def test_a_failed_replacement_changes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
-    model, real = small(), mnemic.stores.encode.encode_group
-    (tmp_path / "more.txt").write_text("what was there before")
-    store = mnemic.build_store(model, BYTES, corpus(), tmp_path / "s")
-    add_to_store(store, model, BYTES, str(tmp_path / "more.txt"))
-    before = own_rows(tmp_path / "s")
-    (tmp_path / "more.txt").write_text("abc " * 1000)
-    calls = iter(range(1))
-
-    def failing(*args: Any) -> Any:
-        if next(calls, None) is None:
-            raise Stop
-        return real(*args)
-
-    monkeypatch.setattr(mnemic.stores.encode, "encode_group", failing)
-    with pytest.raises(Stop):
-        add_to_store(store, model, BYTES, str(tmp_path / "more.txt"), batch_size=1, replace=True)
-    with contextlib.suppress(UsageError):  # it is closed
-        store.commit()
-    with open_store(tmp_path / "s") as other:
-        other.delete("nobody")  # the lock is free as well
-        other.commit()
-    assert own_rows(tmp_path / "s") == before
 
 
 # Settings
