@@ -150,4 +150,10 @@ def continue_text(model: Any, tokenizer: Any, prompt: str, config: GenerateConfi
             eos_token_id=end,
             **config.decoding(),
         )
-    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+    return to_text(tokenizer, written[0, ids.shape[1] :].tolist(), {start, end})
+
+
+def to_text(tokenizer: Any, tokens: list[int], marks: set[int]) -> str:
+    """The text of tokens without `marks` and other special ones; a word that the vocabulary lacks stays seen."""
+    hidden = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id} | marks
+    return str(tokenizer.decode([token for token in tokens if token not in hidden]))

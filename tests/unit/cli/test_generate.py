@@ -14,7 +14,9 @@ from transformers import BertConfig, BertForMaskedLM
 
 import mnemic
 from mnemic.cli import main
-from mnemic.cli.generate import SAME
+from mnemic.cli.generate import SAME, to_text
+from mnemic.data import Document, train_tokenizer
+from mnemic.data.encoding import start_and_end
 from tests.unit.cli.conftest import train
 from tests.unit.cli.test_faults import fails, plain_model
 from tests.unit.cli.test_verbs import output
@@ -163,3 +165,11 @@ def test_a_masked_model_does_not_generate(tmp_path: Path, capsys: Any) -> None:
     for more in ([], ["--memory", "output"], ["--memory", "tokens:count=2", "--compare"]):
         sentence = "BertForMaskedLM does not continue a text: give a causal"
         fails(capsys, 2, sentence, arguments=["generate", folder, "abc", *more])
+
+
+@pytest.mark.parametrize("kind", ["word", "bpe", "byte"])
+def test_words_that_the_vocabulary_lacks_are_seen_and_marks_are_not(kind: str) -> None:
+    tokenizer = train_tokenizer([Document("a", "to be or not to be")], kind, None if kind == "byte" else 262)
+    start, end = start_and_end(tokenizer)
+    ids = [start, *tokenizer(" to be zebra", add_special_tokens=False)["input_ids"], end]
+    assert to_text(tokenizer, ids, {start, end}).split() == ["to", "be", "<unk>" if kind == "word" else "zebra"]
