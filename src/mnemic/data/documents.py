@@ -11,6 +11,7 @@ from itertools import chain
 from mnemic.errors import UsageError, unknown_name
 
 SPLITS = ("train", "valid", "test")
+WHOLE = "all"
 SPLIT_WORDS = {split: split for split in SPLITS} | dict.fromkeys(("validation", "val", "dev"), "valid")
 
 _TRAIN_SHARE, _VALID_SHARE = 0.90, 0.05
@@ -38,11 +39,15 @@ Reader = Callable[[], Iterable[Document]]
 
 
 class Corpus:
-    """Documents by split, read anew from their source at each call; only one document is in memory at a time."""
+    """Documents by split, read anew from their source at each call; only one document is in memory at a time.
 
-    def __init__(self, name: str, readers: Mapping[str, Reader]) -> None:
+    `whole` reads all of them, where that is not the splits one after the other: a split may be a part of a document.
+    """
+
+    def __init__(self, name: str, readers: Mapping[str, Reader], whole: Reader | None = None) -> None:
         self.name = name
         self._readers = readers
+        self._whole = whole
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -50,13 +55,8 @@ class Corpus:
         return tuple(split for split in SPLITS if split in self._readers)
 
     def documents(self, split: str) -> Iterator[Document]:
-        """Iterates over the documents of a split; whatever is wrong with the first one is raised here already."""
-        if split not in SPLIT_WORDS:
-            raise unknown_name("split", split, SPLITS)
-        split = SPLIT_WORDS[split]
-        if split not in self._readers:
-            raise UsageError(f"{self.name} has no {split!r} split: it has {', '.join(map(repr, self.splits))}")
-        documents = _with_text(self._readers[split]())
+        """Iterates over the documents of a split, or of all of them ("all"); raises what is wrong with the first."""
+        documents = _with_text(self._reader(split)())
         first = next(documents, None)
         if first is None:
             raise UsageError(
@@ -65,6 +65,16 @@ class Corpus:
             )
         return chain([first], documents)
 
+    def _reader(self, split: str) -> Reader:
+        if split == WHOLE:
+            return self._whole or (lambda: chain.from_iterable(map(self.documents, self.splits)))
+        if split not in SPLIT_WORDS:
+            raise unknown_name("split", split, (*SPLITS, WHOLE))
+        split = SPLIT_WORDS[split]
+        if split not in self._readers:
+            raise UsageError(f"{self.name} has no {split!r} split: it has {', '.join(map(repr, self.splits))}")
+        return self._readers[split]
+
 
 def divided(name: str, read: Reader) -> Corpus:
     """A corpus that has no splits of its own, split 90/5/5.
@@ -72,7 +82,7 @@ def divided(name: str, read: Reader) -> Corpus:
     Several documents are split by a hash of their ids, so that a document stays in its split when others come or go;
     should none fall into train, the first one does. A single document is cut at line ends, in order.
     """
-    return Corpus(name, {split: partial(_share, name, read, split) for split in SPLITS})
+    return Corpus(name, {split: partial(_share, name, read, split) for split in SPLITS}, read)
 
 
 def _share(name: str, read: Reader, split: str) -> Iterator[Document]:

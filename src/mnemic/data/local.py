@@ -27,10 +27,10 @@ def local_corpus(path: Path, name: str, rule: Rule | None = None) -> Corpus:
     """
     if not present(path):
         raise missing(path)
-    rule = rule or files_as_documents
+    read: Reader = partial(rule or files_as_documents, path)
     if path.is_dir() and (splits := _own_splits(path)):
-        return Corpus(name, {split: partial(_each, rule, items) for split, items in splits.items()})
-    read: Reader = partial(rule, path)
+        readers = {split: partial(_each, rule or files_as_documents, items) for split, items in splits.items()}
+        return Corpus(name, readers, None if rule else read)
     own = _split_named(path)
     return Corpus(name, {own: read}) if own in ("valid", "test") else divided(name, read)
 

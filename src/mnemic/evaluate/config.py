@@ -27,7 +27,7 @@ class EvaluateConfig(Config):
     metrics: list[str] = option(
         ["perplexity"], "what to measure: perplexity, masked_loss, bleu, frequency_buckets, retrieval_accuracy"
     )
-    split: str = option("valid", "the part of the corpus to measure on")
+    split: str = option("valid", "the part of the corpus to measure on: train, valid, test or all")
     window: int = option(512, "tokens that the model reads at once")
     stride: int | None = option(
         None, "tokens by which a window moves on, and which it scores; the whole window if unset"

@@ -9,10 +9,9 @@ An XL cache is not used: a key looks back on its window, and on nothing that ano
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mnemic.data import CORPORA, Corpus, Document, TokenizedCorpus, open_corpus, tokenize_corpus
-from mnemic.data.local import files_as_documents
+from mnemic.data.documents import WHOLE
 from mnemic.data.pair_batches import PairBatches, TokenizedPairs, tokenize_pairs
 from mnemic.data.pairs import Pair
 from mnemic.data.streams import IGNORED
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 # torch, and what imports it, is imported inside of functions: opening a store must not need it.
 
 USUAL_WINDOW = 512
-EVERYTHING = "all"
 BETWEEN = "|||"  # source and target, where both are in one text
 
 
@@ -214,8 +212,9 @@ def key_windows(
     if model_kind(model) == "seq2seq":
         return _key_pairs(model, tokenizer, corpus, split, window, min_context, batch_size, folder)
     window, min_context = window_of(model, window, min_context)
-    read, name = documents_of(corpus, split)
-    return KeyWindows(tokenize_corpus(read(), tokenizer, folder), window, window - min_context, batch_size), name
+    opened = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
+    tokens = tokenize_corpus(opened.documents(split), tokenizer, folder)
+    return KeyWindows(tokens, window, window - min_context, batch_size), opened.name
 
 
 def _key_pairs(
@@ -235,10 +234,9 @@ def _key_pairs(
     if min_context:
         raise UsageError(f"min_context = {min_context}: a pair is read whole, leave it unset")
     opened = check_parallel(open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus)
-    splits = opened.splits if split == EVERYTHING else (split,)
     window = _usual_window(model) if window is None else window
     check_length(model, window, "window")
-    pairs = tokenize_pairs(lambda: chain.from_iterable(map(opened.pairs, splits)), tokenizer, folder)
+    pairs = tokenize_pairs(lambda: opened.pairs(split), tokenizer, folder)
     windows = KeyPairs(pairs, window, batch_size)
     if windows.left_out:
         say(f"{windows.left_out:,} of {len(pairs):,} pairs are left out: longer than window = {window} tokens")
@@ -314,37 +312,20 @@ def _encode_pair(encoder: Encoder, tokenizer: Any, text: str, context: int) -> F
         return encoder(batch)[0][:, -1].float().cpu().numpy()  # what predicts the end token has read all before it
 
 
-def documents_of(corpus: Corpus | str | Path, split: str) -> tuple[Callable[[], Iterable[Document]], str]:
-    """What reads the documents of a split of a corpus, "all" for every split, and the name of the corpus."""
-    if not isinstance(corpus, str | Path):
-        return partial(_documents, corpus, split), corpus.name
-    source = str(corpus)
-    path = Path(source).expanduser()
-    opened = open_corpus(source)
-    if split == EVERYTHING and source not in CORPORA and path.exists():  # whole: a split may be a part of a document
-        return partial(files_as_documents, path), opened.name
-    return partial(_documents, opened, split), opened.name
-
-
 def what_is_left_out(corpus: Corpus | str | Path, split: str) -> str:
     """A sentence if a split of a plain file or folder is not all of its text, which its owner may not expect."""
     source = str(corpus)
-    path = Path(source).expanduser()
-    if split == EVERYTHING or not isinstance(corpus, str | Path) or source in CORPORA or not path.exists():
+    if split == WHOLE or not isinstance(corpus, str | Path) or source in CORPORA:
+        return ""
+    if not Path(source).expanduser().exists():
         return ""
     if type(opened := open_corpus(source)) is not Corpus:  # of several languages: each text is there twice
         return ""
-    whole = sum(len(document.text) for document in files_as_documents(path))
+    whole = sum(len(document.text) for document in opened.documents(WHOLE))
     read = sum(len(document.text) for document in opened.documents(split))
     if read >= whole:
         return ""
     return f"{source}: the split {split!r} is read, {read / whole:.0%} of its text; with split = 'all' all of it is"
-
-
-def _documents(corpus: Corpus, split: str) -> Iterator[Document]:
-    if split != EVERYTHING:
-        return corpus.documents(split)
-    return (document for each in corpus.splits for document in corpus.documents(each))
 
 
 def window_of(model: Any, window: int | None, min_context: int | None) -> tuple[int, int]:

@@ -132,6 +132,20 @@ def test_sub_folders_are_splits(tmp_path):
         corpus.documents("test")
 
 
+def test_all_of_a_corpus_is_whole(tmp_path):
+    files = {"a.txt": "x\n" * 100, "b.txt": "2", "c.txt": " "}
+    make(
+        tmp_path, {**{f"flat/{name}": text for name, text in files.items()}, "own/dev/d.txt": "4", "own/train.txt": "5"}
+    )
+    assert texts(open_corpus(str(tmp_path / "flat")), "all") == {"a.txt": files["a.txt"], "b.txt": "2"}
+    assert texts(open_corpus(str(tmp_path / "flat/a.txt")), "all") == {"a.txt": files["a.txt"]}  # not cut in three
+    assert texts(open_corpus(str(tmp_path / "own")), "all") == {"dev/d.txt": "4", "train.txt": "5"}
+    parts = Corpus("parts", {split: lambda split=split: [Document(split, "text")] for split in ("valid", "train")})
+    assert [document.id for document in parts.documents("all")] == ["train", "valid"]
+    with pytest.raises(UsageError, match="has no document"):
+        open_corpus(str(tmp_path / "flat/c.txt")).documents("all")
+
+
 def test_a_folder_of_tests_among_others_is_no_split(tmp_path):
     make(tmp_path, {"src/a.py": "1", "test/b.py": "2"})
     assert open_corpus(str(tmp_path)).splits == SPLITS
