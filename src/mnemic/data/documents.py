@@ -60,8 +60,8 @@ class Corpus:
         first = next(documents, None)
         if first is None:
             raise UsageError(
-                f"the {split!r} split of {self.name} has no document: give it more text, "
-                f"or divide it yourself into files or sub-folders named train, valid and test"
+                f"the {split!r} split of {self.name} has no document: give it more text, take all of it where a split "
+                "can be chosen ('all'), or divide it yourself into files or sub-folders named train, valid and test"
             )
         return chain([first], documents)
 
