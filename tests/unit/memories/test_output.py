@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import mnemic
 from mnemic.data import Document
@@ -347,3 +349,18 @@ def test_a_large_vocabulary() -> None:
 def test_settings_that_cannot_work(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         augmented(**options)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
+def test_memories_that_outweigh_the_model_leave_its_words_a_chance(temperature: float) -> None:
+    """The keys of a wide model are long: all the mass is the memory's, and float32 must not lose the rest."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=1280, n_layer=1, n_head=4, n_positions=64)).eval()
+    mnemic.augment(model, mnemic.OutputMemory(temperature=temperature))
+    ids = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(0))
+    output = model(input_ids=ids, labels=ids)
+    losses, _ = token_losses(model, F.pad(ids[:, 1:], (0, 1), value=IGNORED), input_ids=ids)
+    torch.testing.assert_close(output.loss, losses.sum() / (ids.numel() - len(ids)), rtol=1e-4, atol=0)
+    output.loss.backward()
+    assert output.logits.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)

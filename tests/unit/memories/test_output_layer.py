@@ -33,9 +33,11 @@ def log(total: float) -> float:
     return math.log(total) if total else -math.inf
 
 
-@pytest.fixture(params=[1 << 22, 40], ids=["one block", "many blocks"])
+@pytest.fixture(params=[(1 << 22, False), (40, False), (40, True)], ids=["one block", "many blocks", "far apart"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "BLOCK", request.param)
+    size, far = request.param
+    monkeypatch.setattr(layer, "BLOCK", size)
+    monkeypatch.setattr(layer, "_far_apart", lambda *_: far)
 
 
 def naive(keys: Tensor, targets: Tensor, values: Tensor, seen: Any, kind: str) -> Mass:
@@ -161,7 +163,47 @@ def test_the_probability_of_each_token_is_that_of_the_equations(joint: bool, wei
     if joint:
         found = layer.joint_distribution(logits.log_softmax(0), logits.logsumexp(0), spread)
         plain = probabilities(logits, list(zip(scores.tolist(), values.tolist(), strict=True)), True, tau, 0, 1)
-        torch.testing.assert_close(found, plain)
+        torch.testing.assert_close(found.exp(), plain)
+
+
+def test_scores_that_lie_far_apart_do_not_vanish() -> None:
+    """exp(90) is nothing beside exp(200) in float32, and yet all the mass of a target that has no other."""
+    queries = torch.ones(1, 1, 1, requires_grad=True)
+    keys = torch.tensor([[[200.0], [90.0], [10.0]]], requires_grad=True)
+    values, targets, documents = torch.tensor([[0, 1, 2]]), torch.tensor([[1]]), torch.zeros(1, 3, dtype=torch.long)
+    sight = Past(documents[:, :1], documents)
+    found = mass(queries, keys, targets, values, sight)
+    layer.joint_loss(torch.tensor([[300.0]]), torch.tensor([[100.0]]), found).sum().backward()
+    assert (found.all.item(), found.target.item()) == (200, 90)
+    assert keys.grad is not None
+    assert keys.grad.flatten().tolist() == [1, -1, 0]
+    tested = layer.masses(queries.detach(), keys.detach(), targets, values, sight, (0.5,))
+    assert (tested.all.item(), tested.target.item()) == (400, 180)
+    masses, total = layer.spread(keys.detach()[0, :, 0], values[0], VOCABULARY)
+    assert masses[:3].tolist() == [200, 90, 10]
+    assert float(total) == 200
+    whole = layer.joint_distribution(torch.full((VOCABULARY,), -2.0), torch.tensor(150.0), (masses, total))
+    assert whole[:4].tolist() == [0, -52, -52, -52]
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_no_more_similarities_are_formed_than_fit_into_a_block(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """However many contexts there are: of training, of testing, and of the way back."""
+    sizes, real = list[int](), layer._blocks
+
+    def watched(*arguments: Any) -> Any:
+        for block in real(*arguments):
+            sizes.append(block[2].numel())
+            yield block
+
+    monkeypatch.setattr(layer, "BLOCK", step * ROWS * LENGTH)
+    monkeypatch.setattr(layer, "_blocks", watched)
+    keys, values = draw(ROWS, LENGTH, WIDTH).requires_grad_(), tokens(ROWS, LENGTH)
+    sight = Past(torch.zeros(ROWS, LENGTH), torch.zeros(ROWS, LENGTH))
+    mass(keys, keys, values, values, sight).all.sum().backward()
+    layer.masses(keys.detach(), keys.detach(), values, values, sight, (1.0,))
+    assert len(sizes) == 3 * math.ceil(LENGTH / step)
+    assert max(sizes) == min(step, LENGTH) * ROWS * LENGTH
 
 
 def test_masses_of_several_memories_add_up() -> None:

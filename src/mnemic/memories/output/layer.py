@@ -126,16 +126,17 @@ class _Mass(torch.autograd.Function):
         ctx: Any, queries: Tensor, keys: Tensor, targets: Tensor, values: Tensor, sight: Own | Past
     ) -> tuple[Tensor, Tensor]:
         everything, matching = (torch.full_like(targets, -torch.inf, dtype=queries.dtype) for _ in range(2))
+        far = _far_apart(queries, keys)
         for start, last, scores, match in _blocks(queries, keys, targets, values, sight):
             highest, place = scores.max(-1)
             shares = scores.softmax(-1)  # of a context's mass; undefined where it sees nothing
             total = highest - shares.gather(-1, place[..., None]).squeeze(-1).log()
-            of_target = shares.mul_(match).sum(-1).log_().add_(total)
+            of_target = _Few(match).logsumexp(scores) if far else shares.mul_(match).sum(-1).log_().add_(total)
             empty = highest == -torch.inf
             everything[:, start:last] = total.masked_fill_(empty, -torch.inf)
             matching[:, start:last] = of_target.masked_fill_(empty, -torch.inf)
         ctx.save_for_backward(queries, keys, targets, values, everything, matching)
-        ctx.sight = sight
+        ctx.sight, ctx.far = sight, far
         return everything, matching
 
     @staticmethod
@@ -144,18 +145,53 @@ class _Mass(torch.autograd.Function):
         queries, keys, targets, values, everything, matching = ctx.saved_tensors
         to_queries, to_keys = torch.zeros_like(queries), torch.zeros_like(keys)
         empty = everything == -torch.inf
-        to_all = gradients[0].masked_fill(empty, 0)
-        share = (matching - everything.masked_fill(empty, 0)).clamp(min=math.log(torch.finfo(queries.dtype).tiny))
-        to_target = to_all + gradients[1].masked_fill(matching == -torch.inf, 0) * (-share).exp()
+        to_all, to_target = gradients[0].masked_fill(empty, 0), gradients[1].masked_fill(matching == -torch.inf, 0)
+        to_both = to_all + to_target * (everything - matching).masked_fill_(matching == -torch.inf, 0).exp_()
         for start, last, scores, match in _blocks(queries, keys, targets, values, ctx.sight):
             rows = slice(start, last)
-            shares = scores.softmax(-1).masked_fill_(empty[:, rows, None], 0)
-            weights = shares.mul_(torch.where(match, to_target[:, rows, None], to_all[:, rows, None]))
+            weights = scores.softmax(-1).masked_fill_(empty[:, rows, None], 0)
+            if ctx.far:
+                weights = weights.mul_(to_all[:, rows, None])
+                _Few(match).add_shares_(weights, scores, matching[:, rows], to_target[:, rows])
+            else:
+                weights = weights.mul_(torch.where(match, to_both[:, rows, None], to_all[:, rows, None]))
             end = weights.shape[-1]
             to_queries[:, rows] = weights @ keys[:, :end]
             if ctx.needs_input_grad[1]:
                 to_keys[:, :end].baddbmm_(weights.transpose(1, 2), queries[:, rows])
         return to_queries, to_keys, None, None, None
+
+
+def _far_apart(queries: Tensor, keys: Tensor, temperature: float = 1.0) -> bool:
+    """Whether two similarities may be so different that the share of the smaller one is no number but 0."""
+    furthest = 2 * queries.norm(dim=-1).max() * keys.norm(dim=-1).max() if queries.numel() and keys.numel() else 0
+    return bool(furthest > -temperature * math.log(torch.finfo(queries.dtype).tiny) - 10)
+
+
+class _Few:
+    """The pairs of a block that have the target of a context, one by one: their mass beside itself alone.
+
+    Takes longer than a sum of shares, and is right where these are too small for a number.
+    """
+
+    def __init__(self, match: Tensor) -> None:
+        self.places = match.flatten().nonzero().squeeze(-1)  # in scores (R, contexts, pairs)
+        self.shape = match.shape[:-1]
+        self.contexts = self.places // match.shape[-1]
+
+    def logsumexp(self, scores: Tensor, temperature: float = 1.0) -> Tensor:
+        """Of the scores (R, contexts, pairs) divided by a temperature, over these pairs: (R, contexts)."""
+        few = scores.flatten()[self.places] / temperature
+        highest = scores.new_full((self.shape.numel(),), -torch.inf).scatter_reduce_(0, self.contexts, few, "amax")
+        highest.clamp_(min=torch.finfo(scores.dtype).min)
+        total = torch.zeros_like(highest).index_add_(0, self.contexts, (few - highest[self.contexts]).exp_())
+        return (total.log_() + highest).view(self.shape)
+
+    def add_shares_(self, weights: Tensor, scores: Tensor, totals: Tensor, gradients: Tensor) -> None:
+        """Adds to `weights` the share of each of these pairs in their context's total, times the gradient of that."""
+        few, totals = scores.flatten()[self.places], totals.flatten()[self.contexts]
+        shares = (few - totals).exp_().masked_fill_(few == -torch.inf, 0).mul_(gradients.flatten()[self.contexts])
+        weights.view(-1).index_add_(0, self.places, shares)
 
 
 def _blocks(queries: Tensor, keys: Tensor, targets: Tensor, values: Tensor, sight: Own | Past) -> Any:
@@ -195,6 +231,7 @@ def masses(
     dtype = queries.dtype
     shape = (len(temperatures), count, *targets.shape)
     everything, matching = (torch.full(shape, -torch.inf, dtype=dtype, device=queries.device) for _ in range(2))
+    far = [_far_apart(queries, keys, temperature) for temperature in temperatures]
     for start, last, scores, match in _blocks(queries, keys, targets, values, sight):
         for ring in range(count):
             inside = scores
@@ -205,7 +242,10 @@ def masses(
             for number, temperature in enumerate(temperatures):
                 weights, top = (below / temperature).exp_(), highest.squeeze(-1) / temperature
                 everything[number, ring, :, start:last] = weights.sum(-1).log_() + top
-                matching[number, ring, :, start:last] = weights.mul_(match).sum(-1).log_() + top
+                if far[number]:
+                    matching[number, ring, :, start:last] = _Few(match).logsumexp(inside, temperature)
+                else:
+                    matching[number, ring, :, start:last] = weights.mul_(match).sum(-1).log_() + top
     return Mass(everything, matching)
 
 
@@ -237,21 +277,30 @@ def mixed_loss(losses: Tensor, memory: Mass, weight: float) -> Tensor:
 
 
 def spread(scores: Tensor, values: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The memory's own distribution over the vocabulary (..., V) and the logarithm of its mass (...).
+    """The logarithms of the memory's mass for each word of the vocabulary (..., V) and of all its mass (...).
 
     scores: (..., M), -inf where a pair is not seen; values: (..., M).
     """
-    total = scores.logsumexp(-1)
-    weights = (scores - total.masked_fill(total == -torch.inf, 0).unsqueeze(-1)).exp()
-    shape = (*scores.shape[:-1], vocabulary)
-    return weights.new_zeros(shape).scatter_add(-1, values.clamp(min=0).expand_as(scores), weights), total
+    words = values.clamp(min=0).expand_as(scores)
+    shape, least = (*scores.shape[:-1], vocabulary), torch.finfo(scores.dtype).min
+    highest = scores.detach().new_full(shape, -torch.inf).scatter_reduce(-1, words, scores.detach(), "amax")
+    highest = highest.clamp(min=least)
+    sums = scores.new_zeros(shape).scatter_add(-1, words, (scores - highest.gather(-1, words)).exp())
+    there = sums > 0
+    return torch.where(there, sums.where(there, 1).log() + highest, -torch.inf), scores.logsumexp(-1)
 
 
 def joint_distribution(log_probabilities: Tensor, normalisers: Tensor, memory: tuple[Tensor, Tensor]) -> Tensor:
-    """P of Eq. 6 over the vocabulary, from the model's own log-probabilities and normalisers and a `spread` memory."""
-    distribution, total = memory
-    share = torch.sigmoid(total - normalisers).unsqueeze(-1)  # of the memory in the joint normaliser
-    return (1 - share) * log_probabilities.exp() + share * distribution
+    """log P of Eq. 6 over the vocabulary, from the model's own log P and normalisers and a `spread` memory."""
+    masses, total = memory
+    own, whole = log_probabilities + normalisers.unsqueeze(-1), torch.logaddexp(normalisers, total)
+    return torch.logaddexp(own, masses) - whole.unsqueeze(-1)
+
+
+def mixed_distribution(log_probabilities: Tensor, memory: Tensor, weight: float | Tensor) -> Tensor:
+    """log((1 - lambda) P + lambda P') of Eq. 9 over the vocabulary, from log P and log P'."""
+    weight = torch.as_tensor(weight, dtype=memory.dtype, device=memory.device)
+    return torch.logaddexp((1 - weight).log() + log_probabilities, weight.log() + memory)
 
 
 def together(recent: Mass | None, external: Mass | None, share: float | None = None) -> Mass | None:

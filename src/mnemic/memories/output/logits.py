@@ -38,29 +38,32 @@ def with_memory(logits: Tensor, normalisers: Tensor, parts: list[Part], config: 
     """The logits (B, T, V), changed by what the memories hold; where they are empty, as they were."""
     if not parts:
         return logits
-    plain, size = precise(logits).log_softmax(-1), logits.shape[-1]
-    final = plain.exp()
+    final, size = precise(logits).log_softmax(-1), logits.shape[-1]
     if config.joint:
         scores, values = (torch.cat(column, -1) for column in zip(*parts, strict=True))
-        final = layer.joint_distribution(plain, normalisers, layer.spread(scores / config.temperature, values, size))
+        final = layer.joint_distribution(final, normalisers, layer.spread(scores / config.temperature, values, size))
     if config.weight:
         own, there = _own_distribution(parts, size, config)
-        final = final + config.weight * there.unsqueeze(-1) * (own - final)
+        final = layer.mixed_distribution(final, own, config.weight * there.unsqueeze(-1).to(own.dtype))
     empty = torch.stack([(scores == -torch.inf).all(-1) for scores, _ in parts]).all(0).unsqueeze(-1)
-    return torch.where(empty, logits, (final.log() + normalisers.unsqueeze(-1)).to(logits.dtype))
+    return torch.where(empty, logits, (final + normalisers.unsqueeze(-1)).to(logits.dtype))
 
 
 def _own_distribution(parts: list[Part], size: int, config: OutputMemory) -> tuple[Tensor, Tensor]:
-    """The memories' own distribution (B, T, V), and where there is any (B, T)."""
+    """The logarithm of the memories' own distribution (B, T, V), and where there is any (B, T)."""
     if config.recent_weight is None or len(parts) == 1:
         scores, values = (torch.cat(column, -1) for column in zip(*parts, strict=True))
-        own, total = layer.spread(scores / config.mix_temperature, values, size)
-        return own, total > -torch.inf
+        return _normalised(*layer.spread(scores / config.mix_temperature, values, size))
     temperatures = (config.recent_temperature or config.mix_temperature, config.mix_temperature)
     each = [
-        layer.spread(scores / temperature, values, size)
+        _normalised(*layer.spread(scores / temperature, values, size))
         for (scores, values), temperature in zip(parts, temperatures, strict=True)
     ]
-    recent, external = (total > -torch.inf for _, total in each)
-    share = torch.where(external, torch.where(recent, config.recent_weight, 0.0), 1.0).unsqueeze(-1)
-    return share * each[0][0] + (1 - share) * each[1][0], recent | external
+    (recent, some_recent), (external, some_external) = each
+    share = torch.where(some_external, torch.where(some_recent, config.recent_weight, 0.0), 1.0).unsqueeze(-1)
+    return layer.mixed_distribution(external, recent, share), some_recent | some_external
+
+
+def _normalised(masses: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    there = total > -torch.inf
+    return masses - total.masked_fill(~there, 0).unsqueeze(-1), there
