@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from mnemic.cli.options import add_config_options, add_memory_option, given, read_memory, write_memory
+from mnemic.data.documents import SPLIT_WORDS
 from mnemic.evaluate.config import EvaluateConfig
 
 EXAMPLE = """  mnemic evaluate runs/a stdlib
@@ -52,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(result))
     else:
-        shown = {name: value for name, value in result.items() if isinstance(value, int | float | str)}
+        shown = in_words({name: value for name, value in result.items() if name != "versions"})
         width = max(map(len, shown))
-        print("\n".join(f"{name.replace('_', ' '):{width}}  {_text(value)}" for name, value in shown.items()))
+        print("\n".join(f"{name:{width}}  {value}" for name, value in shown.items()))
     return 0
 
 
@@ -71,8 +72,22 @@ def tuned_on_valid(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConf
         said.append("its gate learns from the valid split each time: give --tune with it")
     if tuned.at_the_edge:
         said.append(f"at the end of what was tried: {', '.join(tuned.at_the_edge)}")
+    if SPLIT_WORDS.get(config.split) == "valid":
+        said.append("the figures below are of the text that the settings were chosen on; --split test has another")
     print("\n".join(said), file=sys.stderr)
     return {"tuned": written, "valid_perplexity": tuned.perplexity, "valid_perplexity_plain": tuned.plain}
+
+
+def in_words(result: dict[str, Any]) -> dict[str, str]:
+    """Names and figures to show; those of a metric with several are named after it."""
+    shown: dict[str, str] = {}
+    for name, value in result.items():
+        name = str(name).replace("_", " ")
+        if isinstance(value, dict):
+            shown |= {f"{name} {inner}": text for inner, text in in_words(value).items()}
+        elif isinstance(value, int | float | str):
+            shown[name] = _text(value)
+    return shown
 
 
 def _text(value: float | int | str) -> str:

@@ -7,7 +7,6 @@ compared afterwards, without the model, the memory or the store.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -67,6 +66,8 @@ def tune(
     if handle is None:
         raise UsageError("only an output memory can be tuned: put one in with mnemic.augment(model, OutputMemory(...))")
     config, grid = config or EvaluateConfig(), including(grid or default_grid(handle.config), handle.config)
+    if handle.config.follow and len(grid.ks) > 1:
+        raise UsageError(f"ks = {grid.ks}: with follow = {handle.config.follow} give one, as rows lead to other rows")
     text = text_of(model, tokenizer, open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus, config)
     with untouched(model), handle.surveying(grid) as surveys:
         objective, batches = read_text(model, tokenizer, text, config)
@@ -81,7 +82,8 @@ def default_grid(memory: OutputMemory) -> Grid:
     else:
         temperatures = tuple(2.0**step for step in range(11))
     longs = sorted({0, *(memory.long // part for part in (8, 4, 2, 1))})
-    ks = sorted({max(1, memory.k // part) for part in (64, 16, 4, 1)})
+    parts = (1,) if memory.follow else (64, 16, 4, 1)  # which rows are followed depends on all of them
+    ks = sorted({max(1, memory.k // part) for part in parts})
     return Grid(temperatures, tuple(longs), tuple(ks))
 
 
@@ -115,7 +117,7 @@ def best_settings(survey: Survey, grid: Grid, memory: OutputMemory) -> Tuned:
             bar.update(1)
     gate = None
     if survey.keys is not None:
-        whole, alone = (losses_of(one, grid, chosen) for one in (survey, dataclasses.replace(survey, external=None)))
+        whole, alone = (losses_of(one, grid, chosen) for one in (survey, survey.nothing_found()))
         gate = Gate()
         gate.learn(survey.keys, alone - whole, chosen.retrieve)
         best = torch.where(gate(survey.keys), whole, alone).mean().item()
@@ -135,8 +137,13 @@ def _compared(
         own = (part.target - part.all.masked_fill(empty, 0)).double().exp()
         for settings, probabilities in bases:
             change = torch.where(empty, 0, own - probabilities)
+            least = math.inf
             for weight in weights:
-                yield _mean(probabilities + weight * change), {**settings, **mixed, "weight": weight}
+                loss = _mean(probabilities + weight * change)
+                yield loss, {**settings, **mixed, "weight": weight}
+                if loss > least:  # it is convex in the weight and only rises from here on
+                    break
+                least = loss
 
 
 def _bases(
@@ -202,7 +209,9 @@ def losses_of(survey: Survey, grid: Grid, memory: OutputMemory) -> Tensor:
 
 def _edges(chosen: OutputMemory, grid: Grid) -> list[str]:
     """The settings that take part and are at an end of what was tried, where more, or less, might be better still."""
-    used = ["temperature"] * chosen.joint + ["mix_temperature"] * bool(chosen.weight)
+    apart = bool(chosen.weight) and chosen.recent_weight is not None
+    used = ["temperature"] * chosen.joint + ["mix_temperature"] * bool(chosen.weight) + ["recent_temperature"] * apart
     ends = (grid.temperatures[0], grid.temperatures[-1])
     edges = [name for name in used if getattr(chosen, name) in ends]
+    edges += ["recent_weight"] * (apart and chosen.recent_weight in (SHARES[0], SHARES[-1]))
     return edges + ["long"] * (0 < chosen.long == grid.longs[-1]) + ["weight"] * (chosen.weight == WEIGHTS[-1])

@@ -42,6 +42,22 @@ def test_adding_a_text_gives_the_rows_of_building_it(tmp_path: Path) -> None:
     mnemic.build_store(model, BYTES, corpus(), tmp_path / "s", window=8, batch_size=2).close()  # finished as before
 
 
+def test_a_model_knows_a_text_better_once_it_is_added(tmp_path: Path) -> None:
+    """Without training: the text's second half is measured, its first half added."""
+    model, text = small(), "colourless green ideas sleep furiously, and so do the others. " * 2
+    half = len(text) // 2
+    (tmp_path / "first.txt").write_text(text[:half])
+    (tmp_path / "second.txt").write_text(text[half:])
+    with mnemic.build_store(model, BYTES, corpus(), "ram:", metric="l2") as store:
+        mnemic.augment(model, mnemic.OutputMemory.knn(store, weight=0.5, k=4))
+        figures = {}
+        for when in ("before", "after"):
+            figures[when] = mnemic.evaluate(model, BYTES, str(tmp_path / "second.txt"), split="all")["perplexity"]
+            if when == "before":
+                add_to_store(store, model, BYTES, str(tmp_path / "first.txt"))
+    assert figures["after"] < 0.5 * figures["before"]
+
+
 def test_an_interrupted_addition_adds_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     model, real, calls = small(), mnemic.stores.encode.encode_group, iter(range(3))
     store = mnemic.build_store(model, BYTES, corpus(), tmp_path / "s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Self
 
@@ -144,6 +145,13 @@ class Survey:
         losses, normalisers = (torch.cat([getattr(part, name) for part in parts]) for name in ("losses", "normalisers"))
         keys = torch.cat([part.keys for part in parts]) if parts[0].keys is not None else None  # type: ignore[misc]
         return cls(losses, normalisers, keys, whole("recent"), whole("external"))
+
+    def nothing_found(self) -> Self:
+        """The survey of the same tokens if no row of the store had been found for them."""
+        if self.external is None:
+            return self
+        empty = torch.full_like(self.external.all, -torch.inf)
+        return dataclasses.replace(self, external=Mass(empty, empty))
 
     def __len__(self) -> int:
         return len(self.losses)
