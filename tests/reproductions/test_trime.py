@@ -182,6 +182,28 @@ def test_a_table_has_each_row_once_and_valid_settings_of_all_sizes(name: str) ->
             assert (made.model.config.seed, made.model.folder.parent) == (3, Path("runs"))
 
 
+@pytest.mark.parametrize(
+    ("size", "one", "other"),
+    [
+        ("small", "figure3 bytes", "table4"),
+        ("paper", "figure3 bytes", "table4"),
+        ("small", "figure3", "table10"),
+        ("small", "table14", "table13"),
+        ("small", "table5", "table10"),
+        ("paper", "table5", "table2"),
+    ],
+)
+def test_tables_that_have_the_same_models(size: str, one: str, other: str) -> None:
+    """As their settings say: a model is trained once for all of them."""
+
+    def identity(name: str) -> str:
+        table, *variant = name.split()
+        settings = Settings.read(HERE / "trime" / table / f"{size}.toml")
+        return models.Model(models.LONG, settings.varied("".join(variant)), 0, Path("runs")).identity
+
+    assert identity(one) == identity(other)
+
+
 def test_settings_like_others_differ_in_what_they_say(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('k = 3\n[home]\ncorpus = "stdlib"\n[train]\nsteps = 7\nwarmup = 2\n')
     (tmp_path / "b.toml").write_text('like = "a.toml"\n[train]\nsteps = 9\n[variants.x]\nlong = 5\n')

@@ -102,6 +102,26 @@ def test_without_a_memory_the_model_is_an_ordinary_one(corpus: Path, tmp_path: P
 # evaluate
 
 
+def test_evaluate_prints_the_figures_of_every_metric(run: Path, corpus: Path, tmp_path: Path, capsys) -> None:
+    output(capsys, "store", "build", tmp_path / "s", corpus, "--model", run)
+    metrics = ("--metrics", "retrieval_accuracy,frequency_buckets", "--memory", f"output:external={tmp_path / 's'},k=8")
+    found = json.loads(output(capsys, "evaluate", run, corpus, "--window", 32, *metrics, "--json"))
+    printed = output(capsys, "evaluate", run, corpus, "--window", 32, *metrics).splitlines()
+    lines = dict(line.split("  ", 1) for line in printed)
+    lines = {name.strip(): value.strip() for name, value in lines.items()}
+    for depth, share in found["retrieval_accuracy"].items():
+        assert float(lines[f"retrieval accuracy {depth}"]) == pytest.approx(share, rel=1e-5)
+    for bucket, figures in found["frequency_buckets"].items():
+        assert lines[f"frequency buckets {bucket} tokens"] == f"{figures['tokens']:,}"
+
+
+def test_evaluate_says_that_it_measures_what_it_tuned_on(run: Path, corpus: Path, capsys) -> None:
+    for split, said in (("valid", True), ("test", False)):
+        how = ["--window", "32", "--split", split, "--memory", "output", "--tune"]
+        assert main(["evaluate", str(run), str(corpus), *how]) == 0
+        assert ("text that the settings were chosen on" in capsys.readouterr().err) == said
+
+
 def test_evaluate_tunes_on_valid_and_measures_on_another_split(run: Path, corpus: Path, capsys) -> None:
     reading = ("--window", 32, "--split", "test", "--json")
     assert main(list(map(str, ["evaluate", run, corpus, *reading, "--memory", "output:long=64", "--tune"]))) == 0

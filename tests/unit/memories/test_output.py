@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -331,6 +332,12 @@ def test_a_large_vocabulary() -> None:
     found = model(ids).logits.softmax(-1)
     assert found[0, 2, 66_000] > 5 * plain[0, 2, 66_000]
     assert found[0, 2, 66_000 - 65_536] < 2 * plain[0, 2, 66_000 - 65_536]
+    with mnemic.open_store("ram:", mnemic.StoreConfig(dim=8, metric="ip", keys="float32")) as store:
+        store.add(torch.zeros(4, 8).numpy(), np.full(4, 69_998), mnemic.stores.References.of("d", range(4)))
+        store.commit()
+        mnemic.augment(model, mnemic.OutputMemory(external=store, local=False, weight=0.5, k=4))
+        found = model(ids).logits.softmax(-1)
+    assert found[0, 2, 69_998].item() == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize(
