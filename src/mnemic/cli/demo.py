@@ -143,7 +143,7 @@ def contend(
 
     from mnemic.analysis.report import Contender
     from mnemic.augment import augment
-    from mnemic.cli.generate import GenerateConfig, continue_text
+    from mnemic.cli.generate import GenerateConfig, write
     from mnemic.cli.loading import new_decoder
     from mnemic.evaluate import evaluate
     from mnemic.train import TrainConfig, train
@@ -170,7 +170,7 @@ def contend(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens/s": int(trained.report["tokens_per_second"]),
     }
-    sample = continue_text(model, tokenizer, "import ", GenerateConfig(max_new_tokens=40, seed=config.seed))
+    sample = write(model, tokenizer, "import ", GenerateConfig(max_new_tokens=40, seed=config.seed))
     return Contender(name, row, trained.losses, "import " + sample)
 
 

@@ -1,4 +1,4 @@
-"""Continue a text with a model, with its memories, without them, or both ways side by side.
+"""Continue a text with a model, or translate it, with its memories, without them, or both ways side by side.
 
 A model uses the memories that it was saved with. With --memory it gets another one for this text: with a store of a
 text that it has never seen (`mnemic store build`), the model writes what it finds there, without any training. Settings
@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,7 @@ class GenerateConfig(Config):
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's options."""
     parser.add_argument("model", help="the folder of a run or of a saved model, or a name on the hub")
-    parser.add_argument("prompt", help="the text to continue; - reads it from stdin")
+    parser.add_argument("prompt", help="the text to continue, or to translate; - reads it from stdin")
     add_memory_option(parser)
     parser.add_argument("--no-memory", action="store_true", help="switch the model's memories off")
     parser.add_argument(
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mnemic.cli.loading import load_model
 
     model, tokenizer = load_model(arguments.model)
-    check_continues(model)
+    before = prompt if writer(model) is continue_text else ""
     if memories:
         augment(model, *memories)
     used = [] if arguments.no_memory else memories_of(model)
@@ -88,20 +89,20 @@ def run(arguments: argparse.Namespace) -> int:
         )
     result: dict[str, Any] = {"model": arguments.model, "prompt": prompt, "memory": used}
     if arguments.compare:
-        result["text_without_memory"] = continue_text(model, tokenizer, prompt, config, memory=False)
-    result["text"] = continue_text(model, tokenizer, prompt, config, memory=not arguments.no_memory)
-    print(json.dumps(result | {"settings": config.to_dict()}) if arguments.json else in_words(result))
+        result["text_without_memory"] = write(model, tokenizer, prompt, config, memory=False)
+    result["text"] = write(model, tokenizer, prompt, config, memory=not arguments.no_memory)
+    print(json.dumps(result | {"settings": config.to_dict()}) if arguments.json else in_words(result, before))
     if result.get("text_without_memory") == result["text"]:
         print(SAME, file=sys.stderr)
     return 0
 
 
-def in_words(result: dict[str, Any]) -> str:
-    """The text with its prompt; both texts, each with a line above it that says which it is, if they are compared."""
-    text = result["prompt"] + result["text"]
+def in_words(result: dict[str, Any], before: str) -> str:
+    """The text after `before`; both texts, each with a line above it that says which it is, if they are compared."""
+    text = before + result["text"]
     if "text_without_memory" not in result:
         return text
-    without = result["prompt"] + result["text_without_memory"]
+    without = before + result["text_without_memory"]
     return f"=== without memory ===\n{without}\n\n=== with {' and '.join(result['memory'])} ===\n{text}"
 
 
@@ -121,36 +122,64 @@ def read_prompt() -> str:
     return prompt
 
 
-def check_continues(model: Any) -> None:
-    """UsageError if a model does not continue a text."""
+Writer = Callable[[Any, Any, str, dict[str, Any]], list[int]]
+
+
+def writer(model: Any) -> Writer:
+    """How a model writes; UsageError if it does not."""
     from mnemic.train.objectives import model_kind
 
-    if model_kind(model) != "causal":
-        raise UsageError(f"{type(model).__name__} does not continue a text: give a causal model")
+    writers: dict[str, Writer] = {"causal": continue_text, "seq2seq": translate}
+    if (kind := model_kind(model)) not in writers:
+        name = type(model).__name__
+        raise UsageError(f"{name} does not continue a text: give a causal model, or one that translates")
+    return writers[kind]
 
 
-def continue_text(model: Any, tokenizer: Any, prompt: str, config: GenerateConfig, memory: bool = True) -> str:
-    """What the model writes after `prompt`, which it reads as the beginning of a document; with its memories or not."""
+def write(model: Any, tokenizer: Any, prompt: str, config: GenerateConfig, memory: bool = True) -> str:
+    """What the model writes after a text, or as its translation; with its memories or not."""
     import torch
 
     from mnemic.data.encoding import start_and_end
     from mnemic.train.objectives import check_vocabulary
 
     check_vocabulary(model, tokenizer)
-    start, end = start_and_end(tokenizer)
-    ids = torch.tensor([[start, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
     torch.manual_seed(config.seed)
     model.eval()
     off = not memory and hasattr(model, "memory")
     with torch.no_grad(), model.memory.disabled() if off else contextlib.nullcontext():
-        written = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            pad_token_id=end if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            eos_token_id=end,
-            **config.decoding(),
-        )
-    return to_text(tokenizer, written[0, ids.shape[1] :].tolist(), {start, end})
+        tokens = writer(model)(model, tokenizer, prompt, config.decoding())
+    return to_text(tokenizer, tokens, {*start_and_end(tokenizer)})
+
+
+def continue_text(model: Any, tokenizer: Any, prompt: str, decoding: dict[str, Any]) -> list[int]:
+    """The tokens after `prompt`, which is read as the beginning of a document."""
+    import torch
+
+    from mnemic.data.encoding import start_and_end
+
+    start, end = start_and_end(tokenizer)
+    ids = torch.tensor([[start, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
+    padding = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    ends = {"attention_mask": torch.ones_like(ids), "pad_token_id": padding, "eos_token_id": end}
+    tokens: list[int] = model.generate(input_ids=ids, **ends, **decoding)[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+def translate(model: Any, tokenizer: Any, prompt: str, decoding: dict[str, Any]) -> list[int]:
+    """The tokens of a translation of `prompt`."""
+    from mnemic.data import Document
+    from mnemic.data.pair_batches import tokenize_pairs
+    from mnemic.data.pairs import Pair
+    from mnemic.evaluate.translation import written_for
+    from mnemic.train.seq2seq import decoder_start, padding_token
+
+    if not prompt.strip():
+        raise UsageError("there is nothing to translate: give a text")
+    pairs = tokenize_pairs(lambda: [Pair(Document("source", prompt), Document("target", prompt))], tokenizer)
+    ((_, written),) = written_for(model, tokenizer, pairs, 1, decoding)
+    marks = {decoder_start(model), padding_token(model, tokenizer)}
+    return [token for token in written[0].tolist() if token not in marks]
 
 
 def to_text(tokenizer: Any, tokens: list[int], marks: set[int]) -> str:

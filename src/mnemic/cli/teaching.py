@@ -79,9 +79,9 @@ def opening(corpus: Any) -> str:
 
 def continued(model: Any, tokenizer: Any, prompt: str) -> str:
     """What a model writes after a prompt, if it always takes the likeliest token."""
-    from mnemic.cli.generate import GenerateConfig, continue_text
+    from mnemic.cli.generate import GenerateConfig, write
 
-    return continue_text(model, tokenizer, prompt, GenerateConfig(max_new_tokens=40, greedy=True))
+    return write(model, tokenizer, prompt, GenerateConfig(max_new_tokens=40, greedy=True))
 
 
 def halves(corpus: Any, which: int) -> Any:

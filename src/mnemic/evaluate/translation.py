@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from torch import Tensor
 
 from mnemic.data.pair_batches import PairBatches, TokenizedPairs
 from mnemic.errors import UsageError
@@ -25,30 +28,37 @@ def bleu(model: Any, tokenizer: Any, text: Text | PairedText, config: EvaluateCo
 
 def translations(model: Any, tokenizer: Any, pairs: TokenizedPairs, config: EvaluateConfig) -> list[str]:
     """The likeliest translation of each source that beam search finds, as text, in the order of the pairs."""
-    check_pairs(model, pairs)
-    positions = getattr(model.config, "max_position_embeddings", None) or config.max_new_tokens + 1
-    searching = {
-        "num_beams": config.beams,
-        "do_sample": False,
-        "max_new_tokens": min(config.max_new_tokens, positions - 1),
-        "decoder_start_token_id": decoder_start(model),
-        "eos_token_id": pairs.end_token,
-        "pad_token_id": padding_token(model, tokenizer),
-    }
-    device = next(model.parameters()).device
+    searching = {"num_beams": config.beams, "do_sample": False, "max_new_tokens": config.max_new_tokens}
     found = [""] * len(pairs)
     with progress_bar(len(pairs), "sentence") as bar:
-        for batch in PairBatches(pairs, config.batch_size, int(pairs.lengths.max()), shuffle=False, epochs=1):
-            real = batch["pair"] >= 0
-            sources, mask, numbers = (batch[name][real] for name in ("input_ids", "attention_mask", "pair"))
-            sources = sources.masked_fill(mask == 0, searching["pad_token_id"])
-            written = model.generate(input_ids=sources.to(device), attention_mask=mask.to(device), **searching)
-            for number, words in zip(
-                numbers.tolist(), tokenizer.batch_decode(written, skip_special_tokens=True), strict=True
-            ):
-                found[number] = words.strip()
+        for numbers, written in written_for(model, tokenizer, pairs, config.batch_size, searching):
+            words = tokenizer.batch_decode(written, skip_special_tokens=True)
+            for number, text in zip(numbers, words, strict=True):
+                found[number] = text.strip()
             bar.update(len(numbers))
     return found
+
+
+def written_for(
+    model: Any, tokenizer: Any, pairs: TokenizedPairs, batch_size: int, decoding: dict[str, Any]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """The numbers of some pairs and the tokens that generate(), with these arguments, writes for their sources."""
+    check_pairs(model, pairs)
+    positions = getattr(model.config, "max_position_embeddings", None) or decoding["max_new_tokens"] + 1
+    padding = padding_token(model, tokenizer)
+    decoding = {
+        **decoding,
+        "max_new_tokens": min(decoding["max_new_tokens"], positions - 1),
+        "decoder_start_token_id": decoder_start(model),
+        "eos_token_id": pairs.end_token,
+        "pad_token_id": padding,
+    }
+    device = next(model.parameters()).device
+    for batch in PairBatches(pairs, batch_size, int(pairs.lengths.max()), shuffle=False, epochs=1):
+        real = batch["pair"] >= 0
+        sources, mask, numbers = (batch[name][real] for name in ("input_ids", "attention_mask", "pair"))
+        sources = sources.masked_fill(mask == 0, padding)
+        yield numbers.tolist(), model.generate(input_ids=sources.to(device), attention_mask=mask.to(device), **decoding)
 
 
 def _sacrebleu() -> Any:

@@ -163,7 +163,7 @@ def test_a_masked_model_does_not_generate(tmp_path: Path, capsys: Any) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     folder = plain_model(tmp_path / "bert", BertForMaskedLM, BertConfig(vocab_size=259, **shape))
     for more in ([], ["--memory", "output"], ["--memory", "tokens:count=2", "--compare"]):
-        sentence = "BertForMaskedLM does not continue a text: give a causal"
+        sentence = "BertForMaskedLM does not continue a text: give a causal model, or one that translates"
         fails(capsys, 2, sentence, arguments=["generate", folder, "abc", *more])
 
 

@@ -15,8 +15,10 @@ import torch
 
 import mnemic
 from mnemic.cli import main
+from mnemic.cli.loading import load_model
 from mnemic.data import Document, train_tokenizer
 from mnemic.data.pair_batches import TokenizedPairs, tokenize_pairs
+from mnemic.data.pairs import Pair
 from mnemic.errors import UsageError
 from mnemic.evaluate.config import EvaluateConfig
 from mnemic.evaluate.translation import translations
@@ -190,3 +192,13 @@ def test_the_command_line_trains_and_evaluates(tmp_path, capsys):
     assert len(vocabulary) == 280
     assert main(["evaluate", str(out), f"{folder}:en-de", "--metrics", "bleu", "--max-new-tokens", "2"]) == 0
     assert "bleu signature" in capsys.readouterr().out
+    source = backwards(1)[0][0]
+    assert main(["generate", str(out), source, "--beams", "2", "--max-new-tokens", "6", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["text"]
+    model, tokenizer = load_model(str(out))
+    pairs = tokenize_pairs(lambda: [Pair(Document("s", source), Document("t", source))], tokenizer)
+    assert [written.strip()] == translations(model.eval(), tokenizer, pairs, EvaluateConfig(beams=2, max_new_tokens=6))
+    assert main(["generate", str(out), source, "--beams", "2", "--max-new-tokens", "6"]) == 0
+    assert capsys.readouterr().out.strip() == written.strip(), "a translation does not begin with its source"
+    assert main(["generate", str(out), " "]) == 2
+    assert "nothing to translate" in capsys.readouterr().err
