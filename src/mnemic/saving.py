@@ -56,7 +56,7 @@ def save(model: Any, folder: Path, save_whole: Callable[..., None], **options: A
             "schema": SCHEMA,
             "mnemic": mnemic.__version__,
             "transformers": transformers.__version__,
-            "memories": [{"memory": config.memory(), **config.to_dict()} for config in model.memory.configs],
+            "memories": [{"memory": config.memory(), **config.saved()} for config in model.memory.configs],
             "anatomy": model.memory.anatomy and model.memory.anatomy.to_dict(),
             "base": base,
             "checksums": {file.name: checksum(file) for file in sorted(temporary.glob("*.safetensors"))},

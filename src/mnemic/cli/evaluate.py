@@ -7,16 +7,18 @@ import dataclasses
 import json
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from mnemic.cli.options import add_config_options, add_memory_option, given, read_memory, write_memory
 from mnemic.data.documents import SPLIT_WORDS
+from mnemic.errors import UsageError
 from mnemic.evaluate.config import EvaluateConfig
 
 EXAMPLE = """  mnemic evaluate runs/a stdlib
   mnemic evaluate runs/a book.txt --split test --json
   mnemic evaluate runs/a docs/ --memory output:external=docs.store,weight=0.25
-  mnemic evaluate runs/a docs/ --split test --memory output:long=4096,external=docs.store --tune"""
+  mnemic evaluate runs/a docs/ --split test --memory output:long=4096,external=docs.store --tune --save tuned"""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +33,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="first find the best temperatures, weights, k and long-term size of the output memory on the valid split, "
         "from one reading of it; `long` and `k` are the most that is tried",
     )
+    parser.add_argument("--save", metavar="FOLDER", help="with --tune: keep the model with the memory that was found")
     add_config_options(parser, EvaluateConfig, "how")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -38,6 +41,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the figures."""
     config = EvaluateConfig.from_dict(given(arguments, EvaluateConfig))
+    if arguments.save and not arguments.tune:
+        raise UsageError("--save keeps the memory that --tune finds: give both")
+    if arguments.save and Path(arguments.save).exists():
+        raise UsageError(f"{arguments.save} exists already: choose a new folder")
     from mnemic.augment import augment
     from mnemic.cli.loading import load_model
     from mnemic.data import open_corpus
@@ -49,6 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     if memories:
         augment(model, *memories)
     tuned = tuned_on_valid(model, tokenizer, corpus, config) if arguments.tune else {}
+    if arguments.save:
+        model.save_pretrained(arguments.save)
+        tokenizer.save_pretrained(arguments.save)
     result = evaluate(model, tokenizer, corpus, config) | tuned
     if arguments.json:
         print(json.dumps(result))
@@ -69,7 +79,7 @@ def tuned_on_valid(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConf
     said = [f"found on valid, of {tuned.tried:,} settings: --memory {shlex.quote(written)}"]
     said.append(f"perplexity there {tuned.perplexity:.6g}, before {tuned.before:.6g}, model alone {tuned.plain:.6g}")
     if tuned.gate is not None:
-        said.append("its gate learns from the valid split each time: give --tune with it")
+        said.append("its gate has learned from the valid split: --save keeps it with the model, for generate")
     if tuned.at_the_edge:
         said.append(f"at the end of what was tried: {', '.join(tuned.at_the_edge)}")
     if SPLIT_WORDS.get(config.split) == "valid":

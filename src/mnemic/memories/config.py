@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from mnemic.config import Config
 
@@ -25,3 +25,7 @@ class MemoryConfig(Config):
     def neutral(self) -> Self:
         """The same memory with a start that leaves the model's output as it was."""
         return self
+
+    def saved(self) -> dict[str, Any]:
+        """The settings as they are saved with a model, which may be loaded from another working directory."""
+        return self.to_dict()

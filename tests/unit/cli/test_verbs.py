@@ -14,6 +14,7 @@ import mnemic
 from mnemic.cli import doctor, main
 from mnemic.cli.train import Experiment
 from tests.unit.cli.conftest import DECODER, train
+from tests.unit.cli.test_faults import fails
 
 
 def output(capsys, *arguments: object) -> str:
@@ -113,6 +114,22 @@ def test_evaluate_prints_the_figures_of_every_metric(run: Path, corpus: Path, tm
         assert float(lines[f"retrieval accuracy {depth}"]) == pytest.approx(share, rel=1e-5)
     for bucket, figures in found["frequency_buckets"].items():
         assert lines[f"frequency buckets {bucket} tokens"] == f"{figures['tokens']:,}"
+
+
+def test_what_tuning_found_is_kept(run: Path, corpus: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """With its gate, and found again from another working directory."""
+    monkeypatch.chdir(tmp_path)
+    output(capsys, "store", "build", "s", corpus, "--model", run)
+    memory = ("--memory", "output:external=s,k=8,retrieve=0.5")
+    arguments = ["evaluate", run, corpus, "--window", 32, *memory, "--json", "--tune", "--save", "tuned"]
+    found = json.loads(output(capsys, *arguments))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = json.loads(output(capsys, "evaluate", "../tuned", corpus, "--window", 32, "--json"))
+    assert again["perplexity"] == pytest.approx(found["perplexity"], rel=1e-6)
+    assert output(capsys, "generate", "../tuned", "abc", "--max-new-tokens", 4).startswith("abc")
+    fails(capsys, 2, "tuned exists already", arguments=[*arguments[:-1], "../tuned"])
+    fails(capsys, 2, "--save keeps the memory that --tune finds", arguments=["evaluate", run, corpus, "--save", "x"])
 
 
 def test_evaluate_says_that_it_measures_what_it_tuned_on(run: Path, corpus: Path, capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from mnemic.config import option
@@ -116,6 +117,12 @@ class OutputMemory(MemoryConfig):
         if "external" not in settings:
             other.store = self.store
         return other
+
+    def saved(self) -> dict[str, Any]:
+        settings = self.to_dict()
+        if self.external is not None and ":" not in self.external:  # a folder, not an address with a scheme
+            settings["external"] = str(Path(self.external).expanduser().absolute())
+        return settings
 
     def neutral(self) -> Self:
         return dataclasses.replace(self, local=False, long=0, external=None)
