@@ -164,8 +164,10 @@ class _Mass(torch.autograd.Function):
 
 def _far_apart(queries: Tensor, keys: Tensor, temperature: float = 1.0) -> bool:
     """Whether two similarities may be so different that the share of the smaller one is no number but 0."""
-    furthest = 2 * queries.norm(dim=-1).max() * keys.norm(dim=-1).max() if queries.numel() and keys.numel() else 0
-    return bool(furthest > -temperature * math.log(torch.finfo(queries.dtype).tiny) - 10)
+    if not queries.numel() or not keys.numel():
+        return False
+    furthest = 2 * queries.norm(dim=-1).max() * keys.norm(dim=-1).max() / temperature
+    return bool(furthest > -math.log(torch.finfo(queries.dtype).tiny) - 10)
 
 
 class _Few:
@@ -231,8 +233,9 @@ def masses(
     dtype = queries.dtype
     shape = (len(temperatures), count, *targets.shape)
     everything, matching = (torch.full(shape, -torch.inf, dtype=dtype, device=queries.device) for _ in range(2))
-    far = [_far_apart(queries, keys, temperature) for temperature in temperatures]
+    far = _far_apart(queries, keys, min(temperatures))
     for start, last, scores, match in _blocks(queries, keys, targets, values, sight):
+        few = _Few(match) if far else None
         for ring in range(count):
             inside = scores
             if rings is not None:
@@ -242,10 +245,8 @@ def masses(
             for number, temperature in enumerate(temperatures):
                 weights, top = (below / temperature).exp_(), highest.squeeze(-1) / temperature
                 everything[number, ring, :, start:last] = weights.sum(-1).log_() + top
-                if far[number]:
-                    matching[number, ring, :, start:last] = _Few(match).logsumexp(inside, temperature)
-                else:
-                    matching[number, ring, :, start:last] = weights.mul_(match).sum(-1).log_() + top
+                of_target = few.logsumexp(inside, temperature) if few else weights.mul_(match).sum(-1).log_() + top
+                matching[number, ring, :, start:last] = of_target
     return Mass(everything, matching)
 
 
