@@ -158,6 +158,8 @@ class Memory(nn.Module):
     def token_losses(self, masses: Masses, reading: Reading) -> tuple[torch.Tensor, Any]:
         """The loss of each target with the memory at the model's output, if there is one."""
         handles = list(self.handles.values())
+        for handle in handles:
+            masses = functools.partial(_run, handle, masses, reading)
         at_output = [handle for handle in handles if type(handle).token_losses is not Handle.token_losses]
         return (at_output or handles)[0].token_losses(masses, reading)
 
@@ -170,6 +172,15 @@ class Memory(nn.Module):
         """Tells each memory how far training is."""
         for handle in self.handles.values():
             handle.begin_step(step, steps)
+
+    def read(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Reads texts (B, T) into the memories that keep what was read, for every later forward to look into.
+
+        One text serves every row of a batch, or each row has one of its own. What is read goes on from what was read
+        before, until `reset`.
+        """
+        for handle in self.handles.values():
+            handle.read(input_ids, mask)
 
     def reset(self) -> None:
         """Forgets what was read so far; what was learned stays."""
@@ -225,6 +236,10 @@ class Memory(nn.Module):
         for name, handle in self.handles.items():
             own = name + "."
             handle.load_state({key.removeprefix(own): t for key, t in state.items() if key.startswith(own)})
+
+
+def _run(handle: Handle, forward: Callable[..., Any], reading: Reading, **inputs: Any) -> Any:
+    return handle.run(forward, inputs, reading)
 
 
 def _outputs(handle: Handle, forward: Callable[..., Any], **inputs: Any) -> Any:

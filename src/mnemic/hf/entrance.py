@@ -69,6 +69,12 @@ def starts_being_read() -> torch.Tensor | None:
     return _document_starts.get()
 
 
+def prefix_being_read() -> int:
+    """How many vectors stand before the input in the forward that is under way."""
+    call = _call.get()
+    return 0 if call is None else call.prefix
+
+
 class Entrance:
     """The hooks on a model's stack (and on the decoder that reads an encoder's output)."""
 

@@ -62,6 +62,10 @@ class Handle(nn.Module):
         """The model's forward for these inputs; a memory at the model's output changes what comes out of it."""
         return forward(**inputs)
 
+    def run(self, forward: Callable[..., Any], inputs: dict[str, Any], reading: Reading) -> Any:
+        """What `forward` gives for these inputs when their targets are scored; a memory inside the model follows it."""
+        return forward(**inputs)
+
     def token_losses(self, masses: Masses, reading: Reading) -> tuple[torch.Tensor, Any]:
         """The loss of each target, (B, T), and the outputs, without forming all logits."""
         losses, _, outputs = masses(**reading.inputs)
@@ -84,6 +88,9 @@ class Handle(nn.Module):
 
     def connect(self, store: Any) -> None:
         """Gives the memory the store that its config names."""
+
+    def read(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Reads texts (B, T), `mask` 0 on padding, for every later forward to look into; goes on from what was read."""
 
     def reset(self) -> None:
         """Forgets what was read so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,30 @@ def eager_attention(
     return (weights @ value).transpose(1, 2), weights
 
 
+def attention_function(name: str | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The attention function called `name`: transformers', or our own where that is eager or slow."""
+    if name == "sdpa":
+        return _sdpa
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)  # type: ignore[arg-type]
+
+
+def _sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """torch's attention; for a mask that learns, on a CPU, one that does not take long over its gradient."""
+    if attention_mask is not None and attention_mask.requires_grad and query.device.type == "cpu" and not dropout:
+        return biased_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
 class ResidualLinear(nn.Linear):
     """A projection onto the residual stream; it begins smaller the more of them a model has."""
 
@@ -59,16 +84,11 @@ class Attention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' output, projected, and the attention weights if the attention function gives them."""
-        name = self.config._attn_implementation
         dropout = self.config.attention_dropout if self.training else 0.0
-        weights = None
         if mask is not None and mask.dtype != torch.bool:  # under autocast the heads may be narrower than the mask
             mask = additive(mask, query.dtype)
-        if name == "sdpa" and mask is not None and mask.requires_grad and query.device.type == "cpu" and not dropout:
-            output = biased_attention(query, key, value, mask, self.scaling).transpose(1, 2)
-        else:
-            attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
-            output, weights = attention(self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        attention = attention_function(self.config._attn_implementation)
+        output, weights = attention(self, query, key, value, mask, scaling=self.scaling, dropout=dropout, **kwargs)
         return self.o_proj(output.flatten(2)), weights
 
 

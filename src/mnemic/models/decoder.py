@@ -282,6 +282,19 @@ class MnemicDecoderForCausalLM(MnemicDecoderPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
+    ) -> Any:
+        """Generation with the XL cache that the model was trained with, if any."""
+        named = generation_config.cache_implementation is not None or model_kwargs.get("past_key_values") is not None
+        if self.config.xl_length and generation_config.use_cache is not False and not named:
+            repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            model_kwargs["past_key_values"] = self.model.new_cache(batch_size * repeats)
+            return None
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, mode, batch_size, max_cache_length
+        )
+
     def token_losses(self, targets: Tensor, **inputs: Any) -> tuple[Tensor, BaseModelOutputWithPast]:
         """-log p(targets[b, t] | inputs up to t), (B, T), 0 where the target is -100; and the hidden states."""
         losses, _, outputs = self.token_masses(targets, **inputs)

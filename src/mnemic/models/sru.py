@@ -25,12 +25,11 @@ from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from mnemic.errors import UsageError
-from mnemic.models.attention import eager_attention
+from mnemic.models.attention import attention_function
 from mnemic.models.decoder import MnemicDecoderForCausalLM, MnemicDecoderModel, MnemicDecoderPreTrainedModel
 from mnemic.models.recurrence import recur, states_before
 from mnemic.models.sru_cache import SRUCache, SRUSegment
@@ -61,7 +60,7 @@ class ReducedAttention(nn.Module):
         query = self.q_proj(hidden_states)
         key, value = self.kv_proj(query).chunk(2, dim=-1)
         key, value = past_key_values.update(self._by_head(key), self._by_head(value), self.layer_idx)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attention = attention_function(self.config._attn_implementation)
         attended, weights = attention(
             self,
             self._by_head(query),

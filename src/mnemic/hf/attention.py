@@ -1,0 +1,179 @@
+"""A way into the self-attention of single layers, through transformers' attention interface.
+
+The attention module of a layer is given a config of its own, equal to the model's but for the name of the attention
+function: the one registered here. The masks are those of the stack, which knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mnemic.errors import UnsupportedModel
+from mnemic.hf.anatomy import Places
+
+NAME = "mnemic"
+_HOOK = "mnemic_attention_hook"
+_ROTATIONS = ("position_embeddings", "position_terms")  # what cos and sin are called: transformers, our own models
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a self-attention is about to attend with: queries (B, H, T, d), keys and values (B, kv heads, K, d).
+
+    The last T keys are the queries' own; those before them come from a cache. `rotation` is the cos and sin, of the
+    queries' positions, by which they and these last keys are turned.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float
+    causal: bool
+    rotation: tuple[Tensor, Tensor] | None
+    attention: Callable[..., tuple[Tensor, Tensor | None]]
+
+    def local(self, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
+        """The attention that the model would do, with these queries and keys: (B, T, H, d), and its weights if any."""
+        return self.attention(query, key, self.value, self.mask, scaling=scaling)
+
+    def own_keys(self) -> Tensor:
+        """The keys of the queries' own tokens, without rotation: (B, kv heads, T, d)."""
+        return turned_back(self.key[:, :, -self.query.shape[2] :], self.rotation)
+
+    def own_queries(self) -> Tensor:
+        """The queries without rotation."""
+        return turned_back(self.query, self.rotation)
+
+    def own_values(self) -> Tensor:
+        """The values of the queries' own tokens: (B, kv heads, T, d)."""
+        return self.value[:, :, -self.query.shape[2] :]
+
+
+Attend = Callable[[Heads], tuple[Tensor, Tensor | None]]
+
+
+class AttentionHook:
+    """Lets `attend` do the attention of one layer, until it is removed or switched off."""
+
+    def __init__(self, places: Places, layer: int, attend: Attend) -> None:
+        self.module = _caller(places.attention[layer])
+        self.attend = attend
+        self.calls = 0
+        self.heads = self.kv_heads = self.width = 0  # known after `probe`
+        self._stack = (places.stack,)
+        self._rotation: tuple[Tensor, Tensor] | None = None
+        self._parameters = list(inspect.signature(self.module.forward).parameters)
+        self._own_config = getattr(self.module, "config", places.stack.config)
+        self._pre_hook = self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        setattr(self.module, _HOOK, (self,))
+        self.switch(True)
+
+    def switch(self, on: bool) -> None:
+        """Takes part, or leaves the layer exactly as it was."""
+        config = self._own_config
+        if on:
+            config = copy.copy(config)
+            config._attn_implementation = {"": NAME}  # of this config alone, not of those inside it
+        self.module.config = config
+
+    def remove(self) -> None:
+        """Takes the hook off again."""
+        self.switch(False)
+        self._pre_hook.remove()
+        delattr(self.module, _HOOK)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given = dict(zip(self._parameters, args, strict=False)) | kwargs
+        terms = next((given[name] for name in _ROTATIONS if given.get(name) is not None), None)
+        self._rotation = _cos_sin(terms) if isinstance(terms, tuple) else None
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        self.calls += 1
+        self.heads, self.kv_heads, self.width = query.shape[1], key.shape[1], query.shape[3]
+        (stack,) = self._stack
+        plain = _plain_attention(module, stack.config._attn_implementation)  # type: ignore[union-attr]
+        scaling = kwargs.pop("scaling", None) or query.shape[-1] ** -0.5
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Any:
+            return plain(module, query, key, value, mask, scaling=scaling, **kwargs)
+
+        causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
+        return self.attend(Heads(query, key, value, mask, scaling, causal, self._rotation, attention))
+
+
+def probe(places: Places, hooks: list[AttentionHook]) -> None:
+    """Runs the stack on two tokens; UnsupportedModel if some hook was not called."""
+    embedded = places.sample_inputs(2)[None]
+    weight = next(places.stack.parameters())
+    training = places.stack.training
+    places.stack.eval()
+    try:
+        with torch.no_grad():
+            if "input_ids" in inspect.signature(places.stack.forward).parameters:
+                places.stack(input_ids=torch.zeros(1, 2, dtype=torch.long, device=weight.device))
+            else:
+                places.stack(inputs_embeds=embedded.to(weight.dtype))
+    finally:
+        places.stack.train(training)
+    if not all(hook.calls for hook in hooks):
+        raise UnsupportedModel(
+            f"{type(places.stack).__name__} does not ask transformers' attention interface, by which an attention "
+            "memory takes part: use an architecture that does, such as Llama or GPT-2"
+        )
+
+
+def turned_back(states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Queries or keys (B, H, T, d) as they were before they were rotated by their positions."""
+    if rotation is None:
+        return states
+    cos, sin = rotation
+    turned, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([second, -first], dim=-1) * sin
+    turned = turned / (cos.square() + sin.square())  # some scale the rotation
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    (hook,) = getattr(module, _HOOK)
+    found: tuple[Tensor, Tensor | None] = hook(module, query, key, value, attention_mask, **kwargs)
+    return found
+
+
+AttentionInterface.register(NAME, _attend)
+
+
+def _plain_attention(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The attention function called `name`, as the module itself would choose it."""
+    home: Any = sys.modules[type(module).__module__]
+    if hasattr(home, "attention_function"):
+        return home.attention_function(name)  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, home.eager_attention_forward)
+
+
+def _caller(attention: nn.Module) -> nn.Module:
+    """The part of an attention that has a config, by which it chooses its function."""
+    return next((part for part in attention.modules() if hasattr(part, "config")), attention)
+
+
+def _cos_sin(terms: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """cos and sin as (B or 1, 1, T, rotated width), from transformers' or our own."""
+    cos, sin = terms
+    if cos.ndim == 5:  # ours: (B or 1, T, 1, 1, half)
+        cos, sin = (torch.cat([t, t], dim=-1)[:, :, 0, 0] for t in (cos, sin))
+    return cos.unsqueeze(1), sin.unsqueeze(1)

@@ -1,0 +1,216 @@
+"""The attention memory takes part in the self-attention of single layers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mnemic.errors import UnsupportedModel, UsageError
+from mnemic.hf.anatomy import Places
+from mnemic.hf.attention import AttentionHook, Heads, probe
+from mnemic.hf.entrance import Entrance, prefix_being_read, starts_being_read
+from mnemic.hf.losses import IGNORED
+from mnemic.memories.attention import layer as mathematics
+from mnemic.memories.attention.config import KNNAttention
+from mnemic.memories.attention.layer import MemoryMix, unit
+from mnemic.memories.attention.quantiser import FEWEST, Quantiser
+from mnemic.memories.attention.reading import Forward
+from mnemic.memories.attention.search import ExactKeys, Keys, ListedKeys
+from mnemic.memories.attention.state import State
+from mnemic.memories.attention.working import Row, WorkingMemory
+from mnemic.memories.base import Handle, Reading
+
+SPARE = 2048  # pairs that a row keeps beyond its size while the context holds them
+
+
+_forwards: ContextVar[dict[int, Forward] | None] = ContextVar("mnemic_attention_forwards", default=None)
+
+
+class Attached(Handle):
+    """An attention memory in one model."""
+
+    config: KNNAttention
+
+    def __init__(self, config: KNNAttention, places: Places) -> None:
+        super().__init__(config)
+        self._on = True
+        self._stack_part = (places.stack,)
+        self._last: Forward | None = None  # for layers that run again in the backward pass
+        self.shared: State | None = None  # what `read` has read, for all to look into
+        depth = len(places.blocks)
+        self.places = sorted(config.layers) or [max(depth * 3 // 4 - 1, 0)]
+        if unknown := [index for index in self.places if not 0 <= index < depth]:
+            raise UsageError(f"KNNAttention.layers = {config.layers}: the model has layers 0 to {depth - 1}, not {unknown}")
+        self._hooks = {index: AttentionHook(places, index, partial(self._attend, index)) for index in self.places}
+        self.layers = nn.ModuleDict()
+        try:
+            probe(places, list(self._hooks.values()))
+        except UnsupportedModel:
+            self.detach()
+            raise
+        weight = next(places.stack.parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+        for index, hook in self._hooks.items():
+            self.layers[str(index)] = MemoryMix(hook.heads, config.mix, config.scale).to(weight.device, weight.dtype)
+        self._quantisers = {index: Quantiser(config.size, config.k, config.recall) for index in self.places}
+
+    @classmethod
+    def attach(cls, config: KNNAttention, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
+        return cls(config, places)
+
+    def switch(self, on: bool) -> None:
+        self._on = on
+        for hook in self._hooks.values():
+            hook.switch(on)
+
+    def detach(self) -> None:
+        self._on = False
+        for hook in self._hooks.values():
+            hook.remove()
+
+    # What is kept of a text
+
+    def bytes(self, rows: int) -> int:
+        """What the pairs of so many rows take at most."""
+        width = 2 if self.config.dtype == "float16" else 4
+        pairs = rows * (self.config.size + SPARE)
+        return sum(2 * pairs * hook.kv_heads * hook.width * width for hook in self._hooks.values())
+
+    def new_state(self, rows: int) -> State:
+        """Empty memories for so many rows."""
+        return State({index: WorkingMemory([self._row(index) for _ in range(rows)]) for index in self.places})
+
+    def _row(self, index: int) -> Row:
+        hook, dtype = self._hooks[index], getattr(torch, self.config.dtype)
+        capacity = self.config.size + SPARE
+        values = torch.empty(hook.kv_heads, capacity, hook.width, dtype=dtype, device=self._device)
+        return Row(self.config.size, values, self._keys(index, dtype))
+
+    def _keys(self, index: int, dtype: torch.dtype) -> Keys:
+        config, hook = self.config, self._hooks[index]
+        listed = config.search == "lists"
+        if config.search == "auto":
+            listed = self._device.type == "cpu" and config.size > FEWEST
+        if listed and not config.dense:
+            return ListedKeys(self._quantisers[index], hook.kv_heads, hook.width, dtype)
+        return ExactKeys(hook.kv_heads, hook.width, config.size + SPARE, dtype, self._device)
+
+    @torch.no_grad()
+    def read(self, input_ids: Tensor, mask: Tensor | None = None, segment_length: int = 512) -> None:
+        """Reads texts (B, T), which every later forward may look into until `reset`; goes on from what was read."""
+        (stack,) = self._stack_part
+        training = stack.training
+        stack.eval()
+        try:
+            state = self.shared or self.new_state(len(input_ids))
+            for begin in range(0, input_ids.shape[1], segment_length):
+                part = {"input_ids": input_ids[:, begin : begin + segment_length]}
+                if mask is not None:
+                    part["attention_mask"] = mask[:, begin : begin + segment_length]
+                call = Forward(state, None, real=mask if mask is None else mask[:, begin : begin + segment_length].bool())
+                with self._reading(call):
+                    stack(**part)
+                call.commit()
+            self.shared = state
+        finally:
+            stack.train(training)
+
+    def reset(self) -> None:
+        self.shared = None
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self.shared is None else self.shared.tensors()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.shared = None
+        if state:
+            rows = len(next(iter(state.values())))
+            self.shared = self.new_state(rows)
+            self.shared.load_tensors(state)
+
+    # A forward
+
+    def outputs(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        return self.run(forward, inputs, None)
+
+    def run(self, forward: Callable[..., Any], inputs: dict[str, Any], reading: Reading | None) -> Any:
+        if not self._on:
+            return forward(**inputs)
+        call = self._begin(inputs, reading)
+        with self._reading(call):
+            result = forward(**inputs)
+        cache = getattr(result[-1] if isinstance(result, tuple) else result, "past_key_values", None)
+        if call.state is None and reading is None and hasattr(cache, "riders"):
+            call.state = self.new_state(cache.batch_size)
+            cache.riders.append(call.state)
+        call.commit()
+        return result
+
+    def _begin(self, inputs: dict[str, Any], reading: Reading | None) -> Forward:
+        cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
+        state = ((reading and reading.state) or {}).get("attention")
+        if state is None:
+            state = next((rider for rider in getattr(cache, "riders", []) if isinstance(rider, State)), None)
+        call = Forward(state, self.shared, starts=starts_being_read())
+        call.real = mask.bool() if mask is not None and mask.ndim == 2 else None
+        if state is not None and hasattr(cache, "limit"):
+            call.held = [cache.limit] * cache.batch_size
+        elif state is not None and reading is not None and not self.training:
+            call.overlap = (reading.targets == IGNORED).long().cumprod(1).sum(1)
+            call.held = call.overlap.tolist()
+        return call
+
+    @contextlib.contextmanager
+    def _reading(self, call: Forward) -> Iterator[None]:
+        token = _forwards.set({**(_forwards.get() or {}), id(self): call})
+        try:
+            yield
+        finally:
+            _forwards.reset(token)
+            self._last = call if torch.is_grad_enabled() and self.training else None
+
+    def _current(self) -> Forward | None:
+        """The forward that is under way, or the last one if a layer of it runs again in the backward pass."""
+        call = (_forwards.get() or {}).get(id(self))
+        if call is None and torch.is_grad_enabled() and self.training:
+            return self._last
+        return call
+
+    # The attention of a layer
+
+    def _attend(self, index: int, heads: Heads) -> tuple[Tensor, Tensor | None]:
+        if str(index) not in self.layers:  # the model is only asked whether it calls
+            return heads.local(heads.query, heads.key, heads.scaling)
+        mix: MemoryMix = self.layers[str(index)]  # type: ignore[assignment]
+        scale = mix.scale().view(-1, 1, 1)
+        query, key, scaling = heads.query, heads.key, heads.scaling
+        if self.config.normalise == "all":
+            query, key, scaling = unit(query) * scale, unit(key), 1.0
+        local, weights = heads.local(query, key, scaling)
+        if (call := self._current()) is None:
+            return local, weights
+        if index not in call.new:
+            with torch.no_grad():
+                call.new[index] = unit(heads.own_keys()), heads.own_values().detach()
+            call.prefix = prefix_being_read()
+        own = unit(heads.own_queries())
+        if self.config.dense:
+            found = call.all(index, own * scale)
+        else:
+            found = call.nearest(index, own, own * scale, self.config.k)
+        if found is None:
+            return local, weights
+        memory, mass, there = found
+
+        def local_mass() -> Tensor:
+            every = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+            return mathematics.local_mass(query, every, heads.mask, scaling, heads.causal)
+
+        share = mix.share(mass, local_mass)
+        return mathematics.mixed(local.transpose(1, 2), memory, share, there).transpose(1, 2), weights

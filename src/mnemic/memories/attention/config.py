@@ -1,0 +1,66 @@
+"""Settings of the attention memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from mnemic.config import option
+from mnemic.errors import UsageError
+from mnemic.memories.config import MemoryConfig
+
+
+@dataclass(kw_only=True)
+class KNNAttention(MemoryConfig):
+    """Keys and values of what was read, to which single layers attend by kNN: Memorizing Transformers (arXiv 2203.08913).
+
+    A model that is trained from the start, as in the paper:   KNNAttention()
+    A pretrained model that is given a memory:                 KNNAttention.pretrained()
+    """
+
+    layers: list[int] = option([], "the layers with a memory, counted from 0; none: one, at three quarters of the depth")
+    k: int = option(32, "how many pairs each query of each head finds")
+    size: int = option(65_536, "how many pairs of its document each row keeps; beyond it the oldest go")
+    dtype: Literal["float32", "float16"] = option("float32", "how pairs are kept")
+    mix: Literal["gate", "tanh", "joint"] = option(
+        "gate",
+        "how memory and context are mixed: gate, sigmoid(b) of each head; tanh, tanh(b), which starts without effect; "
+        "joint, one softmax over both, the memory's scores raised by b",
+    )
+    normalise: Literal["all", "memory"] = option(
+        "all",
+        "where queries and keys are normalised, with a learned scale: all, in the context too, as in the paper; "
+        "memory, in the memory only, which leaves a pretrained layer as it is",
+    )
+    scale: float = option(10.0, "at which that scale begins")
+    dense: bool = option(False, "whether a query attends to the whole memory in place of the k nearest pairs")
+    search: Literal["auto", "exact", "lists"] = option(
+        "auto",
+        "how the nearest are found: exact; lists, around points that are learned from the keys (FAISS); auto: lists on "
+        "a CPU for a size above 4,096",
+    )
+    recall: float = option(0.95, "share of the true nearest pairs that lists shall find")
+
+    def check(self) -> None:
+        for name in ("k", "size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"KNNAttention.{name} = {getattr(self, name)}: expected 1 or more")
+        if not self.scale > 0:
+            raise UsageError(f"KNNAttention.scale = {self.scale}: expected a number above 0")
+        if not 0 < self.recall <= 1:
+            raise UsageError(f"KNNAttention.recall = {self.recall}: expected a number above 0 and up to 1")
+        if len(set(self.layers)) < len(self.layers):
+            raise UsageError(f"KNNAttention.layers = {self.layers}: a layer has one memory, name each once")
+
+    @classmethod
+    def pretrained(cls, **settings: object) -> Self:
+        """A memory that leaves a pretrained model as it is until it has learned to use it."""
+        return cls(**{"mix": "tanh", "normalise": "memory", **settings})  # type: ignore[arg-type]
+
+    @classmethod
+    def small(cls, layers: int) -> Self:
+        return cls(layers=[layers - 1], k=4, size=16)
+
+    def neutral(self) -> Self:
+        return dataclasses.replace(self, mix="tanh", normalise="memory")

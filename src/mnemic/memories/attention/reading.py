@@ -1,0 +1,123 @@
+"""One forward of a model with an attention memory: what it may find, and what it will have read when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mnemic.memories.attention import layer
+from mnemic.memories.attention.state import State
+from mnemic.memories.attention.working import Found
+
+Attended = tuple[Tensor, Tensor, Tensor]
+"""What queries took from the memory (B, H, T, d), the mass of its scores and whether there was any (B, H, T)."""
+
+
+@dataclass
+class Forward:
+    """What is known of the tokens (B, T) of a forward, and what its layers found.
+
+    Found pairs are kept, for a layer may run a second time in the backward pass, when the memory has moved on.
+    """
+
+    state: State | None  # of these rows; moved on by `commit`
+    shared: State | None  # what was read before, for every row to look into
+    starts: Tensor | None = None  # where documents start
+    real: Tensor | None = None  # no padding
+    held: list[int] | None = None  # how many of each row's last pairs the context holds
+    overlap: Tensor | None = None  # (B,): how many of the first tokens were read before
+    prefix: int = 0  # vectors before the tokens, which are not read
+    new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    found: dict[int, Found | None] = field(default_factory=dict)
+    pairs: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    def nearest(self, index: int, queries: Tensor, asked: Tensor, k: int) -> Attended | None:
+        """Attention of `asked` (B, H, T, d) to the k pairs nearest to `queries`, which differ from it by a scale."""
+        if index not in self.found:
+            self.found[index] = self._find(index, _folded(queries.detach(), self._kv_heads(index)), k)
+        found = self.found[index]
+        if found is None:
+            return None
+        memory, mass = layer.attend_to_pairs(_folded(asked, found.keys.shape[1]), found.keys, found.values, found.there)
+        return self._unfolded(asked, memory, mass, found.there.any(-1))
+
+    def _find(self, index: int, queries: Tensor, k: int) -> Found | None:
+        parts = []
+        if (own := self.state and self.state.memories[index]) and own.has_visible(self.held):
+            found = own.find(queries, k, self.held)
+            parts.append(found if self.starts is None else found.hidden(self._after_a_start(queries.shape[2])))
+        if (shared := self.shared and self.shared.memories[index]) and shared.has_visible(None):
+            parts.append(shared.find(queries, k, None))
+        return Found.best(parts, queries, k) if parts else None
+
+    def all(self, index: int, asked: Tensor) -> Attended | None:
+        """Attention of `asked` (B, H, T, d) to all pairs."""
+        if index not in self.pairs:
+            self.pairs[index] = self._pairs(index, len(asked))
+        if not any(keys.shape[1] for keys, _ in self.pairs[index]):
+            return None
+        folded = _folded(asked, self._kv_heads(index))
+        results, masses, there = torch.zeros_like(folded), torch.zeros_like(folded[..., 0]), []
+        hidden = None if self.starts is None or self.state is None else self._after_a_start(folded.shape[2])
+        attended = []
+        for row, (keys, values) in enumerate(self.pairs[index]):
+            seen = torch.full(folded.shape[1:3], bool(keys.shape[1]), device=asked.device)
+            there.append(seen if hidden is None else seen & ~hidden[row])
+            if keys.shape[1]:
+                attended.append(layer.attend_to_all(folded[row], keys.to(asked.dtype), values.to(asked.dtype)))
+            else:
+                attended.append((results[row], masses[row]))
+        memory, mass = (torch.stack(part) for part in zip(*attended, strict=True))
+        return self._unfolded(asked, memory, mass, torch.stack(there))
+
+    def _pairs(self, index: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """The pairs that each row sees, as copies: the memory moves on before the gradient comes back."""
+        memories = [
+            (state.memories[index], held)
+            for state, held in ((self.state, self.held), (self.shared, None))
+            if state is not None
+        ]
+        found = []
+        for row in range(rows):
+            seen = [memory.visible_pairs(row, rows, held) for memory, held in memories]
+            keys, values = (torch.cat(side, 1) for side in zip(*seen, strict=True)) if seen else (None, None)
+            found.append((keys, values))
+        return [pair for pair in found if pair[0] is not None]  # type: ignore[misc]
+
+    def _after_a_start(self, queries: int) -> Tensor:
+        """Which of the queries (B, heads in a group * tokens) belong to a document that began in this forward."""
+        begun = self.starts.long().cumsum(1) > 0  # type: ignore[union-attr]
+        begun = torch.nn.functional.pad(begun, (self.prefix, 0))
+        return begun.repeat(1, queries // begun.shape[1])
+
+    def _kv_heads(self, index: int) -> int:
+        return self.new[index][0].shape[1]
+
+    def _unfolded(self, asked: Tensor, memory: Tensor, mass: Tensor, there: Tensor) -> Attended:
+        shape = asked.shape
+        return memory.reshape(shape), mass.reshape(shape[:3]), there.reshape(shape[:3])
+
+    def commit(self) -> None:
+        """Moves the memory on: what a document began with is cleared before, and padding is left out."""
+        if self.state is None:
+            return
+        for index, (keys, values) in self.new.items():
+            keys, values = keys[:, :, self.prefix :], values[:, :, self.prefix :]
+            kept = torch.ones(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device)
+            if self.real is not None:
+                kept &= self.real[:, -keys.shape[2] :]
+            places = torch.arange(keys.shape[2], device=keys.device)
+            if self.overlap is not None:
+                kept &= places >= self.overlap[:, None]
+            if self.starts is not None:
+                last = torch.where(self.starts & kept, places, -1).amax(1)
+                self.state.memories[index].clear(last >= 0)
+                kept &= places >= last[:, None]
+            self.state.memories[index].append(keys, values, kept)
+
+
+def _folded(queries: Tensor, kv_heads: int) -> Tensor:
+    """Queries of heads (B, H, T, d) that share keys, one after the other: (B, kv heads, H / kv heads * T, d)."""
+    return queries.reshape(len(queries), kv_heads, -1, queries.shape[3])

@@ -1,0 +1,31 @@
+"""What an attention memory keeps of the texts of a batch: a working memory for each of its layers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mnemic.memories.attention.working import WorkingMemory
+
+
+class State:
+    """The working memories by layer; goes from segment to segment, or rides in an XL cache."""
+
+    def __init__(self, memories: dict[int, WorkingMemory]) -> None:
+        self.memories = memories
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Makes the rows these."""
+        for memory in self.memories.values():
+            memory.select(indices.tolist())
+
+    reorder_cache = batch_select_indices
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it holds, a row for each row of the batch."""
+        return {f"{layer}.{name}": t for layer, memory in self.memories.items() for name, t in memory.tensors().items()}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Goes on from where `tensors` were taken."""
+        for layer, memory in self.memories.items():
+            own = f"{layer}."
+            memory.load_tensors({name.removeprefix(own): t for name, t in tensors.items() if name.startswith(own)})

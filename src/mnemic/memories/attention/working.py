@@ -1,0 +1,172 @@
+"""The working memory: the pairs of each row's document that have left the context, first in, first out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mnemic.errors import UsageError
+from mnemic.memories.attention.search import MISSING, Keys, read, take, write
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found for queries (B, H, T): pairs (B, H, T, k, d), and which number each has, -1 for none."""
+
+    keys: Tensor
+    values: Tensor
+    numbers: Tensor
+
+    @property
+    def there(self) -> Tensor:
+        """Which pairs were found, (B, H, T, k)."""
+        return self.numbers != MISSING
+
+    @classmethod
+    def best(cls, parts: list[Found], queries: Tensor, k: int) -> Found:
+        """Of what several memories found, the k pairs nearest to each query (B, H, T, d)."""
+        if len(parts) == 1:
+            return parts[0]
+        keys, values, numbers = (torch.cat([getattr(p, name) for p in parts], 3) for name in ("keys", "values", "numbers"))
+        scores = (keys @ queries.unsqueeze(4)).squeeze(4).masked_fill(numbers == MISSING, -torch.inf)
+        chosen = scores.topk(k, 3).indices
+        wide = chosen.unsqueeze(4).expand(-1, -1, -1, -1, keys.shape[4])
+        return cls(keys.gather(3, wide), values.gather(3, wide), numbers.gather(3, chosen))
+
+    def hidden(self, hidden: Tensor) -> Found:
+        """Without what was found for some of the queries, (B, T)."""
+        return Found(self.keys, self.values, self.numbers.masked_fill(hidden[:, None, :, None], MISSING))
+
+
+class Row:
+    """The memory of one row and layer: the last `size` pairs before the last `held` ones, which the context holds."""
+
+    def __init__(self, size: int, values: Tensor, keys: Keys) -> None:
+        self.size = size
+        self.values = values  # (H, capacity, d), a ring; the capacity beyond `size` is for what the context holds
+        self.keys = keys
+        self.count = 0
+        self.before = 0  # pairs of the document that came before number 0, if the memory was loaded
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Takes in the next pairs, (H, n, d) each."""
+        write(self.values, values, self.count)
+        self.keys.add(keys)
+        self.count += keys.shape[1]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.keys.clear()
+        self.count = self.before = 0
+
+    def visible(self, held: int) -> tuple[int, int]:
+        """The numbers of the pairs that can be found, while the last `held` pairs are in the context."""
+        end = max(self.count - held, 0)
+        return max(end - self.size, self.count - self.values.shape[1], 0), end
+
+    def find(self, queries: Tensor, k: int, held: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Numbers (H, T, k), keys and values (H, T, k, d) of the pairs nearest to queries (H, T, d)."""
+        first, end = self.visible(held)
+        self.keys.forget(first)
+        numbers, keys = self.keys.search(queries, k, first, end)
+        slots = numbers.clamp(min=0) % self.values.shape[1]
+        if self.before:
+            numbers = torch.where(numbers == MISSING, MISSING, numbers + self.before)
+        return numbers, keys, take(self.values, slots, queries.dtype)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """All pairs that may be found now or later, in order: (H, n, d) each."""
+        first = max(self.count - self.values.shape[1], 0)
+        return self.keys.all(first), read(self.values, first, self.count)
+
+    def copy(self) -> Row:
+        """The same memory once more."""
+        twin = Row(self.size, self.values.clone(), self.keys.copy())
+        twin.count, twin.before = self.count, self.before
+        return twin
+
+
+class WorkingMemory:
+    """The memories of all rows of a batch, for one layer."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+
+    def append(self, keys: Tensor, values: Tensor, kept: Tensor) -> None:
+        """Takes in those of the next pairs (B, H, T, d) that are `kept` (B, T); without gradient."""
+        keys, values = keys.detach(), values.detach()
+        for row, own, one_keys, one_values in zip(self.rows, kept, keys, values, strict=True):
+            if own.all():
+                row.append(one_keys, one_values)
+            elif own.any():
+                row.append(one_keys[:, own], one_values[:, own])
+
+    def clear(self, rows: Tensor) -> None:
+        """Forgets what the rows marked in (B,) read."""
+        for row, cleared in zip(self.rows, rows.tolist(), strict=True):
+            if cleared:
+                row.clear()
+
+    def has_visible(self, held: list[int] | None) -> bool:
+        """Whether any row has a pair to be found, while the last `held` pairs of each are in the context."""
+        return any(row.visible(h)[1] for row, h in zip(self.rows, held or [0] * len(self.rows), strict=True))
+
+    def find(self, queries: Tensor, k: int, held: list[int] | None) -> Found:
+        """The k nearest pairs for each of the queries (B, H, T, d), the last `held` pairs of each row left out."""
+        found = []
+        for number, one in enumerate(queries):
+            row, kept = self._serving(number, len(queries), held)
+            found.append(row.find(one, k, kept))
+        numbers, keys, values = (torch.stack(part) for part in zip(*found, strict=True))
+        return Found(keys, values, numbers)
+
+    def visible_pairs(self, number: int, batch: int, held: list[int] | None) -> tuple[Tensor, Tensor]:
+        """All pairs that row `number` of a batch may find, (H, n, d) each."""
+        row, kept = self._serving(number, batch, held)
+        first, end = row.visible(kept)
+        return row.keys.all(first)[:, : end - first], read(row.values, first, end)
+
+    def _serving(self, number: int, batch: int, held: list[int] | None) -> tuple[Row, int]:
+        """The row that row `number` of a batch looks into: its own, or one that it shares with its beams or with all."""
+        if batch % len(self.rows):
+            raise UsageError(
+                f"the attention memory has read {len(self.rows)} texts and the batch has {batch} rows: read one text "
+                "for all rows, or one for each"
+            )
+        index = number // (batch // len(self.rows))
+        return self.rows[index], held[index] if held is not None else 0
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Makes the rows these, some of which may be the same."""
+        taken: set[int] = set()
+        chosen = []
+        for row in rows:
+            chosen.append(self.rows[row].copy() if row in taken else self.rows[row])
+            taken.add(row)
+        self.rows = chosen
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All pairs, a row for each row, the shorter ones filled up; and how many each row has."""
+        pairs = [row.pairs() for row in self.rows]
+        lengths = [keys.shape[1] for keys, _ in pairs]
+        before = [row.before + row.count - length for row, length in zip(self.rows, lengths, strict=True)]
+        found = {"lengths": torch.tensor(lengths), "before": torch.tensor(before)}
+        for name, side in (("keys", 0), ("values", 1)):
+            padded = pairs[0][side].new_zeros(len(pairs), pairs[0][side].shape[0], max(lengths), pairs[0][side].shape[2])
+            for row, pair in enumerate(pairs):
+                padded[row, :, : lengths[row]] = pair[side]
+            found[name] = padded
+        return found
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of `tensors`."""
+        lengths, before = tensors["lengths"].tolist(), tensors["before"].tolist()
+        for number, row in enumerate(self.rows):
+            keys, values = (tensors[name][number, :, : lengths[number]].to(row.values) for name in ("keys", "values"))
+            row.clear()
+            row.append(keys, values)
+            row.before = before[number]
+

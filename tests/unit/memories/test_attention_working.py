@@ -1,0 +1,216 @@
+"""The working memory against a deque for each row, and the two ways to search against comparing everything."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mnemic.memories.attention import quantiser as quantisers
+from mnemic.memories.attention import search as searching
+from mnemic.memories.attention.quantiser import Quantiser
+from mnemic.memories.attention.search import MISSING, ExactKeys, ListedKeys, nearest
+from mnemic.memories.attention.working import Row, WorkingMemory
+
+HEADS, WIDTH = 2, 8
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_row(size: int, spare: int, lists: bool = False, dtype: torch.dtype = torch.float32) -> Row:
+    values = torch.empty(HEADS, size + spare, WIDTH, dtype=dtype)
+    if lists:
+        return Row(size, values, ListedKeys(Quantiser(size, 8, 1.0), HEADS, WIDTH, dtype))
+    return Row(size, values, ExactKeys(HEADS, WIDTH, size + spare, dtype, "cpu"))
+
+
+def expected(pairs: list[tuple[int, Tensor, Tensor]], queries: Tensor, k: int) -> list[list[list[int]]]:
+    """By head and query the numbers of the k pairs with the highest scores, from the highest on."""
+    found = []
+    for head, rows in enumerate(queries):
+        found.append(
+            [
+                [n for _, n in sorted(((-float(q @ key[head]), n) for n, key, _ in pairs))[:k]]
+                for q in rows
+            ]
+        )
+    return found
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 9), st.integers(0, 7)),
+        st.tuples(st.just("clear"), st.integers(1, 7), st.just(0)),
+        st.tuples(st.just("find"), st.integers(1, 12), st.integers(0, 4)),
+        st.tuples(st.just("reload"), st.just(0), st.just(0)),
+        st.tuples(st.just("swap"), st.just(0), st.just(0)),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(size=st.integers(1, 12), spare=st.integers(4, 6), steps=steps, seed=st.integers(0, 99))
+def test_a_deque_finds_the_same(size: int, spare: int, steps: list[Any], seed: int) -> None:
+    rows = 3
+    memory = WorkingMemory([make_row(size, spare) for _ in range(rows)])
+    oracle: list[deque[tuple[int, Tensor, Tensor]]] = [deque() for _ in range(rows)]
+    counts = [0] * rows
+    for step, (what, number, extra) in enumerate(steps):
+        if what == "append":  # a random part of the rows and places
+            keys, values = (random(rows, HEADS, number, WIDTH, seed=seed + 100 * step + n) for n in (0, 1))
+            kept = random(rows, number, seed=seed + extra) > -0.5
+            memory.append(keys, values, kept)
+            for row in range(rows):
+                for place in kept[row].nonzero().flatten().tolist():
+                    oracle[row].append((counts[row], keys[row, :, place], values[row, :, place]))
+                    counts[row] += 1
+        elif what == "clear":
+            cleared = torch.tensor([bool(number >> row & 1) for row in range(rows)])
+            memory.clear(cleared)
+            for row in cleared.nonzero().flatten().tolist():
+                oracle[row].clear()
+                counts[row] = 0
+        elif what == "reload":
+            tensors = memory.tensors()
+            memory = WorkingMemory([make_row(size, spare) for _ in range(rows)])
+            memory.load_tensors(tensors)
+        elif what == "swap":
+            memory.select([1, 1, 0])
+            oracle, counts = [deque(oracle[1]), deque(oracle[1]), oracle[0]], [counts[1], counts[1], counts[0]]
+        else:
+            held = [min(extra, spare), 0, spare]
+            queries = random(rows, HEADS, 4, WIDTH, seed=seed + step)
+            found = memory.find(queries, number, held)
+            for row in range(rows):
+                seen = [p for p in oracle[row] if p[0] < counts[row] - held[row]][-size:]
+                by_number = {n: (key, value) for n, key, value in seen}
+                for head, per_query in enumerate(expected(seen, queries[row], number)):
+                    for t, wanted in enumerate(per_query):
+                        got = found.numbers[row, head, t]
+                        assert got[got != MISSING].tolist() == wanted
+                        for place, n in enumerate(wanted):
+                            assert torch.equal(found.keys[row, head, t, place], by_number[n][0][head])
+                            assert torch.equal(found.values[row, head, t, place], by_number[n][1][head])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 900), min_size=1, max_size=3), k=st.integers(1, 70), queries=st.integers(1, 40)
+)
+def test_exact_search_in_groups_finds_the_highest_scores(counts: list[int], k: int, queries: int) -> None:
+    parts = [random(count, WIDTH, seed=n) for n, count in enumerate(counts)]
+    asked = random(queries, WIDTH, seed=9)
+    found = nearest(asked, parts, k)
+    scores = asked @ torch.cat(parts).T
+    k = min(k, sum(counts))
+    assert found.shape == (queries, k)
+    torch.testing.assert_close(scores.gather(1, found), scores.topk(k, 1).values)
+
+
+def test_exact_search_never_holds_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "SCORES", 1 << 14)
+    tables, full = [], torch.full
+    monkeypatch.setattr(torch, "full", lambda shape, *a, **k: tables.append(shape) or full(shape, *a, **k))
+    parts, asked = [random(4000, WIDTH)], random(64, WIDTH, seed=1)
+    torch.testing.assert_close(nearest(asked, parts, 5), (asked @ parts[0].T).topk(5).indices)
+    assert max(rows * width for rows, width in tables) < 64 * 4000 / 4
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists for small memories."""
+    monkeypatch.setattr(quantisers, "FEWEST", 64)
+    monkeypatch.setattr(searching, "PENDING", 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.usefixtures("few")
+def test_lists_that_are_all_looked_into_find_what_a_deque_finds(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Quantiser, "_enough", lambda self, head, *_: self.points[head].ntotal)
+    size, spare, k = 200, 30, 8
+    row = make_row(size, spare, lists=True, dtype=dtype)
+    oracle: deque[tuple[int, Tensor, Tensor]] = deque()
+    listed = 0
+    for step in range(60):
+        count = 1 + step * 7 % 23
+        keys, values = (random(HEADS, count, WIDTH, seed=2 * step + n).to(dtype) for n in (0, 1))
+        if step == 40:
+            row.clear()
+            oracle.clear()
+        row.append(keys, values)
+        for place in range(count):
+            oracle.append((len(oracle), keys[:, place].float(), values[:, place].float()))
+        held = 15
+        queries = random(HEADS, 3, WIDTH, seed=step)
+        numbers, found_keys, found_values = row.find(queries, k, held)
+        listed += bool(row.keys.lists)  # type: ignore[attr-defined]
+        seen = list(oracle)[: max(len(oracle) - held, 0)][-size:]
+        by_number = {n: (key, value) for n, key, value in seen}
+        for head, per_query in enumerate(expected(seen, queries, k)):
+            for t, wanted in enumerate(per_query):
+                got = numbers[head, t][numbers[head, t] != MISSING].tolist()
+                assert set(got) <= set(by_number)  # neither what was forgotten nor what the context holds
+                assert sorted(got) == sorted(wanted)
+                for place, n in enumerate(numbers[head, t].tolist()):
+                    if n != MISSING:
+                        assert torch.equal(found_keys[head, t, place], by_number[n][0][head])
+                        assert torch.equal(found_values[head, t, place], by_number[n][1][head])
+    assert listed > 40
+    first = max(row.count - row.values.shape[1], row.keys.first)  # type: ignore[attr-defined]
+    kept = [key for n, key, _ in oracle if n >= first]
+    torch.testing.assert_close(row.keys.all(first).float(), torch.stack(kept, 1))
+
+
+@pytest.mark.usefixtures("few")
+def test_lists_reach_the_recall_that_is_asked_and_points_are_kept_between_documents() -> None:
+    quantiser = Quantiser(2000, 8, 0.9)
+    keys = ListedKeys(quantiser, HEADS, WIDTH, torch.float32)
+    for step in range(30):
+        keys.add(torch.nn.functional.normalize(random(HEADS, 100, WIDTH, seed=step), dim=-1))
+        keys.forget(max(keys.end - 2000, 0))
+        keys.search(random(HEADS, 64, WIDTH, seed=step + 50), 8, max(keys.end - 2000, 0), keys.end)
+    assert keys.lists
+    assert keys.recall(8) >= 0.85  # type: ignore[operator]
+    assert max(one.nprobe for one in keys.lists) < keys.lists[0].nlist
+    before = quantiser.generation
+    assert before >= 2
+    keys.clear()
+    keys.add(random(HEADS, 100, WIDTH, seed=99))
+    keys.search(random(HEADS, 4, WIDTH), 8, 0, 100)
+    assert quantiser.generation == before
+    assert keys.lists[0].ntotal == 100
+
+
+@pytest.mark.usefixtures("few")
+def test_points_are_learned_anew_once_a_memory_has_been_replaced() -> None:
+    quantiser = Quantiser(200, 4, 0.9)
+    keys = ListedKeys(quantiser, HEADS, WIDTH, torch.float32)
+    generations = []
+    for step in range(40):
+        keys.add(random(HEADS, 20, WIDTH, seed=step))
+        keys.forget(max(keys.end - 200, 0))
+        keys.search(random(HEADS, 4, WIDTH), 4, max(keys.end - 200, 0), keys.end)
+        generations.append(quantiser.generation)
+    assert generations[9] >= 1
+    assert 2 <= generations[-1] - generations[9] <= 3  # 600 keys later
+
+
+def test_a_copy_of_listed_keys_is_independent(few: None) -> None:
+    keys = ListedKeys(Quantiser(400, 4, 1.0), HEADS, WIDTH, torch.float32)
+    keys.add(random(HEADS, 100, WIDTH))
+    keys.search(random(HEADS, 1, WIDTH), 4, 0, 100)
+    twin = keys.copy()
+    twin.add(random(HEADS, 50, WIDTH, seed=1))
+    assert (keys.end, twin.end) == (100, 150)
+    torch.testing.assert_close(twin.all(0)[:, :100], keys.all(0))
+
