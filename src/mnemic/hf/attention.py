@@ -71,7 +71,7 @@ class AttentionHook:
         self.attend = attend
         self.calls = 0
         self.heads = self.kv_heads = self.width = 0  # known after `probe`
-        self._stack = (places.stack,)
+        self._stack_config: tuple[Any] = (places.stack.config,)
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._parameters = list(inspect.signature(self.module.forward).parameters)
         self._own_config = getattr(self.module, "config", places.stack.config)
@@ -81,7 +81,7 @@ class AttentionHook:
 
     def switch(self, on: bool) -> None:
         """Takes part, or leaves the layer exactly as it was."""
-        config = self._own_config
+        config: Any = self._own_config
         if on:
             config = copy.copy(config)
             config._attn_implementation = {"": NAME}  # of this config alone, not of those inside it
@@ -103,8 +103,8 @@ class AttentionHook:
     ) -> tuple[Tensor, Tensor | None]:
         self.calls += 1
         self.heads, self.kv_heads, self.width = query.shape[1], key.shape[1], query.shape[3]
-        (stack,) = self._stack
-        plain = _plain_attention(module, stack.config._attn_implementation)  # type: ignore[union-attr]
+        (config,) = self._stack_config
+        plain = _plain_attention(module, config._attn_implementation)
         scaling = kwargs.pop("scaling", None) or query.shape[-1] ** -0.5
 
         def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Any:
@@ -162,7 +162,7 @@ def _plain_attention(module: nn.Module, name: str) -> Callable[..., Any]:
     """The attention function called `name`, as the module itself would choose it."""
     home: Any = sys.modules[type(module).__module__]
     if hasattr(home, "attention_function"):
-        return home.attention_function(name)  # type: ignore[no-any-return]
+        return home.attention_function(name)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, home.eager_attention_forward)
 
 

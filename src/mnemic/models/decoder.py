@@ -291,7 +291,7 @@ class MnemicDecoderForCausalLM(MnemicDecoderPreTrainedModel, GenerationMixin):
             repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs["past_key_values"] = self.model.new_cache(batch_size * repeats)
             return None
-        return super()._prepare_cache_for_generation(
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, mode, batch_size, max_cache_length
         )
 

@@ -19,6 +19,7 @@ from mnemic.models.config import BackboneConfig, MnemicDecoderConfig, MnemicEnco
 from mnemic.models.sru_config import MnemicSRUConfig
 
 _FAIRSEQ: dict[str, Any] = {"position": "sinusoidal", "activation": "relu"}
+_T5: dict[str, Any] = {"position": "t5"}
 _WIKITEXT_103 = _FAIRSEQ | {"vocab_size": 267_744, "adaptive_cutoffs": [20_000, 60_000]}
 
 PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
@@ -52,6 +53,10 @@ PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
     "trime-sru-42m": (
         MnemicSRUConfig,
         {"num_hidden_layers": 10, "hidden_size": 1920, "attention_size": 480, "vocab_size": 256, "xl_length": 512},
+    ),
+    "memorizing-256": (
+        MnemicDecoderConfig,
+        _T5 | {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8},
     ),
     "small": (
         MnemicDecoderConfig,

@@ -155,7 +155,7 @@ def test_documents_back_to_back_are_documents_apart(xl_length: int, mix: str, de
             for row, at in enumerate(borders):
                 alone = Reader(model)
                 cuts = [at, *range(at - at % segment + segment, length, segment), length]
-                for a, b in itertools.pairwise(cuts):  # the last token of a piece is scored on what only a whole text knows
+                for a, b in itertools.pairwise(cuts):  # what follows the last token of a piece is not known to it
                     got = alone(text[row : row + 1, a:b])
                     torch.testing.assert_close(together[row : row + 1, a : b - 1], got[:, :-1], rtol=1e-6, atol=1e-6)
 
@@ -311,4 +311,4 @@ def test_the_usual_layer_is_the_ninth_of_twelve() -> None:
     model = MnemicDecoderForCausalLM(
         MnemicDecoderConfig(vocab_size=20, hidden_size=8, num_attention_heads=2, num_hidden_layers=12)
     )
-    assert mnemic.augment(model, mnemic.KNNAttention(size=8)).memory.attention.places == [8]
+    assert mnemic.augment(model, mnemic.KNNAttention(size=8)).memory.attention.indices == [8]

@@ -112,7 +112,9 @@ def test_the_joint_share_makes_one_softmax_of_context_and_memory(pairs: tuple[Te
         mix.gate.copy_(random(H, seed=7))
     memory, mass = attend_to_pairs(queries, keys, values, found)
     near = local_mass(queries, context, None, 1.0, causal=True)
-    local = torch.nn.functional.scaled_dot_product_attention(queries, context, context_values, is_causal=True, scale=1.0)
+    local = torch.nn.functional.scaled_dot_product_attention(
+        queries, context, context_values, is_causal=True, scale=1.0
+    )
     got = mixed(local, memory, mix.share(mass, lambda: near), found.any(-1))
     for b in range(B):
         for h in range(H):

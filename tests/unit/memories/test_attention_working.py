@@ -35,12 +35,7 @@ def expected(pairs: list[tuple[int, Tensor, Tensor]], queries: Tensor, k: int) -
     """By head and query the numbers of the k pairs with the highest scores, from the highest on."""
     found = []
     for head, rows in enumerate(queries):
-        found.append(
-            [
-                [n for _, n in sorted(((-float(q @ key[head]), n) for n, key, _ in pairs))[:k]]
-                for q in rows
-            ]
-        )
+        found.append([[n for _, n in sorted(((-float(q @ key[head]), n) for n, key, _ in pairs))[:k]] for q in rows])
     return found
 
 
@@ -102,9 +97,7 @@ def test_a_deque_finds_the_same(size: int, spare: int, steps: list[Any], seed: i
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    counts=st.lists(st.integers(0, 900), min_size=1, max_size=3), k=st.integers(1, 70), queries=st.integers(1, 40)
-)
+@given(counts=st.lists(st.integers(0, 900), min_size=1, max_size=3), k=st.integers(1, 70), queries=st.integers(1, 40))
 def test_exact_search_in_groups_finds_the_highest_scores(counts: list[int], k: int, queries: int) -> None:
     parts = [random(count, WIDTH, seed=n) for n, count in enumerate(counts)]
     asked = random(queries, WIDTH, seed=9)
@@ -213,4 +206,3 @@ def test_a_copy_of_listed_keys_is_independent(few: None) -> None:
     twin.add(random(HEADS, 50, WIDTH, seed=1))
     assert (keys.end, twin.end) == (100, 150)
     torch.testing.assert_close(twin.all(0)[:, :100], keys.all(0))
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -44,10 +45,12 @@ class Attached(Handle):
         self._last: Forward | None = None  # for layers that run again in the backward pass
         self.shared: State | None = None  # what `read` has read, for all to look into
         depth = len(places.blocks)
-        self.places = sorted(config.layers) or [max(depth * 3 // 4 - 1, 0)]
-        if unknown := [index for index in self.places if not 0 <= index < depth]:
-            raise UsageError(f"KNNAttention.layers = {config.layers}: the model has layers 0 to {depth - 1}, not {unknown}")
-        self._hooks = {index: AttentionHook(places, index, partial(self._attend, index)) for index in self.places}
+        self.indices = sorted(config.layers) or [max(depth * 3 // 4 - 1, 0)]
+        if unknown := [index for index in self.indices if not 0 <= index < depth]:
+            raise UsageError(
+                f"KNNAttention.layers = {config.layers}: the model has layers 0 to {depth - 1}, not {unknown}"
+            )
+        self._hooks = {index: AttentionHook(places, index, partial(self._attend, index)) for index in self.indices}
         self.layers = nn.ModuleDict()
         try:
             probe(places, list(self._hooks.values()))
@@ -58,7 +61,7 @@ class Attached(Handle):
         self._device, self._dtype = weight.device, weight.dtype
         for index, hook in self._hooks.items():
             self.layers[str(index)] = MemoryMix(hook.heads, config.mix, config.scale).to(weight.device, weight.dtype)
-        self._quantisers = {index: Quantiser(config.size, config.k, config.recall) for index in self.places}
+        self._quantisers = {index: Quantiser(config.size, config.k, config.recall) for index in self.indices}
 
     @classmethod
     def attach(cls, config: KNNAttention, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
@@ -82,9 +85,15 @@ class Attached(Handle):
         pairs = rows * (self.config.size + SPARE)
         return sum(2 * pairs * hook.kv_heads * hook.width * width for hook in self._hooks.values())
 
+    def resize(self, size: int) -> None:
+        """From now on rows keep `size` pairs; what was learned stays (the paper's Table 5)."""
+        self.config = dataclasses.replace(self.config, size=size)
+        self._quantisers = {index: Quantiser(size, self.config.k, self.config.recall) for index in self.indices}
+        self.shared = None
+
     def new_state(self, rows: int) -> State:
         """Empty memories for so many rows."""
-        return State({index: WorkingMemory([self._row(index) for _ in range(rows)]) for index in self.places})
+        return State({index: WorkingMemory([self._row(index) for _ in range(rows)]) for index in self.indices})
 
     def _row(self, index: int) -> Row:
         hook, dtype = self._hooks[index], getattr(torch, self.config.dtype)
@@ -113,7 +122,9 @@ class Attached(Handle):
                 part = {"input_ids": input_ids[:, begin : begin + segment_length]}
                 if mask is not None:
                     part["attention_mask"] = mask[:, begin : begin + segment_length]
-                call = Forward(state, None, real=mask if mask is None else mask[:, begin : begin + segment_length].bool())
+                call = Forward(
+                    state, None, real=mask if mask is None else mask[:, begin : begin + segment_length].bool()
+                )
                 with self._reading(call):
                     stack(**part)
                 call.commit()
@@ -145,7 +156,7 @@ class Attached(Handle):
         call = self._begin(inputs, reading)
         with self._reading(call):
             result = forward(**inputs)
-        cache = getattr(result[-1] if isinstance(result, tuple) else result, "past_key_values", None)
+        cache: Any = getattr(result[-1] if isinstance(result, tuple) else result, "past_key_values", None)
         if call.state is None and reading is None and hasattr(cache, "riders"):
             call.state = self.new_state(cache.batch_size)
             cache.riders.append(call.state)
@@ -153,7 +164,8 @@ class Attached(Handle):
         return result
 
     def _begin(self, inputs: dict[str, Any], reading: Reading | None) -> Forward:
-        cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
+        cache: Any = inputs.get("past_key_values")
+        mask = inputs.get("attention_mask")
         state = ((reading and reading.state) or {}).get("attention")
         if state is None:
             state = next((rider for rider in getattr(cache, "riders", []) if isinstance(rider, State)), None)

@@ -13,13 +13,15 @@ from mnemic.memories.config import MemoryConfig
 
 @dataclass(kw_only=True)
 class KNNAttention(MemoryConfig):
-    """Keys and values of what was read, to which single layers attend by kNN: Memorizing Transformers (arXiv 2203.08913).
+    """Keys and values of what was read, found by kNN in single layers: Memorizing Transformers (arXiv 2203.08913).
 
     A model that is trained from the start, as in the paper:   KNNAttention()
     A pretrained model that is given a memory:                 KNNAttention.pretrained()
     """
 
-    layers: list[int] = option([], "the layers with a memory, counted from 0; none: one, at three quarters of the depth")
+    layers: list[int] = option(
+        [], "the layers with a memory, counted from 0; none: one, at three quarters of the depth"
+    )
     k: int = option(32, "how many pairs each query of each head finds")
     size: int = option(65_536, "how many pairs of its document each row keeps; beyond it the oldest go")
     dtype: Literal["float32", "float16"] = option("float32", "how pairs are kept")

@@ -54,7 +54,9 @@ def attend_to_pairs(queries: Tensor, keys: Tensor, values: Tensor, found: Tensor
     """
     scores = (keys @ queries.unsqueeze(4)).squeeze(4).masked_fill(~found, -torch.inf)
     some = found.any(-1)
-    mass = scores.masked_fill(~some.unsqueeze(3), 0).logsumexp(-1)  # 0 in place of all -inf, whose gradient is no number
+    mass = scores.masked_fill(~some.unsqueeze(3), 0).logsumexp(
+        -1
+    )  # 0 in place of all -inf, whose gradient is no number
     weights = (scores - mass.unsqueeze(3)).exp()
     return (weights.unsqueeze(3) @ values).squeeze(3), mass
 
@@ -71,7 +73,7 @@ def attend_to_all(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor
     masses = torch.stack([mass for _, mass in parts])
     mass = masses.logsumexp(0)
     shares = (masses - mass).exp().unsqueeze(3)
-    return sum(share * result for share, (result, _) in zip(shares, parts, strict=True)), mass  # type: ignore[return-value]
+    return (shares * torch.stack([result for result, _ in parts])).sum(0), mass
 
 
 def _attend_to_block(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,6 +95,6 @@ def local_mass(queries: Tensor, keys: Tensor, mask: Tensor | None, scaling: floa
 
 
 def mixed(local: Tensor, memory: Tensor, share: Tensor, found: Tensor) -> Tensor:
-    """share * memory + (1 - share) * local, all (B, H, T, d); local alone where nothing was found, `found` (B, H, T)."""
+    """share * memory + (1 - share) * local, (B, H, T, d) each; local alone where nothing was found (B, H, T)."""
     share = torch.where(found, share, 0.0)
     return torch.lerp(local, memory, share.unsqueeze(-1).to(local.dtype))

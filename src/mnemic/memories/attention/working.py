@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mnemic.errors import UsageError
@@ -30,7 +31,9 @@ class Found:
         """Of what several memories found, the k pairs nearest to each query (B, H, T, d)."""
         if len(parts) == 1:
             return parts[0]
-        keys, values, numbers = (torch.cat([getattr(p, name) for p in parts], 3) for name in ("keys", "values", "numbers"))
+        keys, values, numbers = (
+            torch.cat([getattr(p, name) for p in parts], 3) for name in ("keys", "values", "numbers")
+        )
         scores = (keys @ queries.unsqueeze(4)).squeeze(4).masked_fill(numbers == MISSING, -torch.inf)
         chosen = scores.topk(k, 3).indices
         wide = chosen.unsqueeze(4).expand(-1, -1, -1, -1, keys.shape[4])
@@ -130,7 +133,7 @@ class WorkingMemory:
         return row.keys.all(first)[:, : end - first], read(row.values, first, end)
 
     def _serving(self, number: int, batch: int, held: list[int] | None) -> tuple[Row, int]:
-        """The row that row `number` of a batch looks into: its own, or one that it shares with its beams or with all."""
+        """The row that row `number` of a batch looks into: its own, or one that it shares."""
         if batch % len(self.rows):
             raise UsageError(
                 f"the attention memory has read {len(self.rows)} texts and the batch has {batch} rows: read one text "
@@ -154,11 +157,8 @@ class WorkingMemory:
         lengths = [keys.shape[1] for keys, _ in pairs]
         before = [row.before + row.count - length for row, length in zip(self.rows, lengths, strict=True)]
         found = {"lengths": torch.tensor(lengths), "before": torch.tensor(before)}
-        for name, side in (("keys", 0), ("values", 1)):
-            padded = pairs[0][side].new_zeros(len(pairs), pairs[0][side].shape[0], max(lengths), pairs[0][side].shape[2])
-            for row, pair in enumerate(pairs):
-                padded[row, :, : lengths[row]] = pair[side]
-            found[name] = padded
+        for name, side in zip(("keys", "values"), zip(*pairs, strict=True), strict=True):
+            found[name] = torch.stack([F.pad(one, (0, 0, 0, max(lengths) - one.shape[1])) for one in side])
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -169,4 +169,3 @@ class WorkingMemory:
             row.clear()
             row.append(keys, values)
             row.before = before[number]
-

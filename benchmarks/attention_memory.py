@@ -1,0 +1,249 @@
+"""What an attention memory costs: a training step, a generated token, its bytes, and its recall on real keys.
+
+A model of 12 layers of 256 with 8 heads (memory in the 9th layer, segments of 512 tokens, two rows) is trained for a
+short while on a text. Each process then fills the memory with that text and measures with a full memory: search,
+insertion and eviction are in the step.
+
+    training     no memory, and memories of 8,192, 65,536 and 262,144 pairs
+    generation   one token, without and with 65,536 pairs
+    peer         one key/value head, 65,536 pairs: mnemic, and the PyPI package memorizing-transformers-pytorch, each
+                 against its own model without memory; the package is looked for in --peer FOLDER too
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import compare, table
+
+PARTS = {
+    "training": ["none", "8192", "65536", "262144"],
+    "generation": ["none", "65536"],
+    "peer": ["none", "65536", "peer-none", "peer-65536"],
+}
+ROWS, SEGMENT, HEADS, WIDTH, LAYERS, VOCABULARY = 2, 512, 8, 256, 12, 8192
+
+
+def main() -> None:
+    """Compares the settings of one part, or measures the one that `--setting` names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", help="a corpus, as `mnemic train` takes it: long documents")
+    parser.add_argument("--part", choices=list(PARTS), default="training")
+    parser.add_argument("--setting", help="measure only this one and print JSON")
+    parser.add_argument("--folder", default="bench-attention", help="for the model and its tokenizer")
+    parser.add_argument("--train-steps", type=int, default=150, help="of the model whose keys are searched")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="measured steps of a process, of which the fastest counts"
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="processes of each setting")
+    parser.add_argument("--peer", default="", help="a folder with the package memorizing-transformers-pytorch")
+    options = parser.parse_args()
+    if options.setting:
+        print(json.dumps(measure(options)))
+        return
+    trained(options)
+    names = ("part", "folder", "steps", "threads", "peer")
+    arguments = [options.corpus, *(f"--{name}={getattr(options, name)}" for name in names)]
+    print(table(compare(__file__, PARTS[options.part], arguments, options.repeats, f"attention-{options.part}")))
+
+
+def trained(options: argparse.Namespace) -> None:
+    """Trains the model with a small memory, or goes on with it."""
+    run = Path(options.folder) / "run"
+    command = ["train", options.corpus, "--model=preset:memorizing-256", f"--vocab-size={VOCABULARY}"]
+    command += ["--memory=attention:size=8192", f"--steps={options.train_steps}", f"--batch-size={ROWS}"]
+    command += [f"--segment-length={SEGMENT}", "--learning-rate=0.001", f"--warmup={options.train_steps // 10}"]
+    command += [f"--checkpoint-every={options.train_steps}", f"--out={run}", "--resume"]
+    if not (run / "model").is_dir():
+        subprocess.run([sys.executable, "-m", "mnemic", *command], check=True)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The seconds of one setting, and what else is known of it."""
+    import torch
+
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    if options.setting.startswith("peer-"):
+        return measure_peer(options, int(options.setting.removeprefix("peer-").replace("none", "0")))
+    size = int(options.setting.replace("none", "0"))
+    ids = text(options, size + (options.steps + 3) * SEGMENT)
+    model = one_head(size) if options.part == "peer" else made(options, size)
+    before, state = resident(), model.memory.new_state(ROWS) if size else None
+    if state is not None:
+        fill(model, ids[:, :size], state)
+    ids = ids[:, size:]
+    found: dict[str, Any] = {}
+    if state is not None:
+        (memory,) = state["attention"].memories.values()
+        pairs = 2 * 4 * sum(size * row.values.shape[0] * row.values.shape[2] for row in memory.rows)
+        found |= {"pairs_bytes": pairs, "bytes_ratio": (resident() - before) / pairs}
+    seconds = (
+        generated(model, ids, state) if options.part == "generation" else stepped(model, ids, state, options.steps)
+    )
+    if state is not None and options.part != "generation":
+        recalls = [row.keys.recall(32) for row in memory.rows if hasattr(row.keys, "recall")]
+        (quantiser,) = model.memory.attention._quantisers.values()
+        found |= {"recall": recalls, "probes": quantiser.probes}
+        began = time.perf_counter()
+        relearn(memory)
+        found["learning_seconds"] = time.perf_counter() - began
+        found["learning_per_step"] = found["learning_seconds"] / (size / SEGMENT / ROWS)
+    learning = found.get("learning_per_step", 0.0)
+    return {"seconds": min(seconds) + learning, "all_seconds": seconds, **found}
+
+
+def relearn(memory: Any) -> None:
+    """What happens once for as many pairs as the memory holds: new points, and all keys listed anew."""
+    for row in memory.rows:
+        if hasattr(row.keys, "lists"):
+            keys = row.keys
+            if row is memory.rows[0]:
+                keys.quantiser.learn(keys.all(keys.first), keys.queries)
+            keys._make(keys.all(keys.first), keys.waiting[:, :0], keys.end)
+
+
+def text(options: argparse.Namespace, length: int) -> Any:
+    """As many tokens of the corpus as are needed, (rows, length)."""
+    import torch
+    from transformers import AutoTokenizer
+
+    import mnemic
+    from mnemic.cli.loading import load_model  # noqa: F401  (registers the models)
+
+    tokenizer = AutoTokenizer.from_pretrained(Path(options.folder) / "run" / "model")
+    found: list[int] = []
+    for document in mnemic.open_corpus(options.corpus).documents("train"):
+        found += tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids
+        if len(found) >= ROWS * length:
+            break
+    return torch.tensor(found[: ROWS * length]).view(ROWS, length)
+
+
+def made(options: argparse.Namespace, size: int) -> Any:
+    """The trained model, with a memory of that size, or its base."""
+    import mnemic
+
+    model = mnemic.load(Path(options.folder) / "run" / "model")
+    if not size:
+        return model.memory.detach().train()
+    model.memory.attention.resize(size)
+    return model.train()
+
+
+def one_head(size: int) -> Any:
+    """A model of the same size with one key/value head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import mnemic
+
+    shape = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4 * WIDTH, **shape)
+    model = LlamaForCausalLM(config)
+    return mnemic.augment(model, mnemic.KNNAttention(size=size)).train() if size else model.train()
+
+
+def fill(model: Any, ids: Any, state: Any) -> None:
+    """Reads a text without learning from it."""
+    import torch
+
+    from mnemic.hf.losses import token_losses
+
+    model.eval()
+    with torch.no_grad():
+        for part in ids.split(SEGMENT, 1):
+            token_losses(model, part, input_ids=part, use_cache=False, memory_state=state)
+    model.train()
+
+
+def stepped(model: Any, ids: Any, state: Any, steps: int) -> list[float]:
+    """The seconds of training steps, each of the next segment."""
+    import torch
+
+    from mnemic.hf.losses import token_losses
+
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    more = {} if state is None else {"memory_state": state}
+    seconds = []
+    for number in range(steps):
+        part = ids[:, number * SEGMENT : (number + 1) * SEGMENT + 1]
+        start = time.perf_counter()
+        optimiser.zero_grad(set_to_none=True)
+        losses = token_losses(model, part[:, 1:], input_ids=part[:, :-1], use_cache=False, **more)[0]
+        losses.mean().backward()
+        optimiser.step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def generated(model: Any, ids: Any, state: Any, tokens: int = 60) -> list[float]:
+    """The seconds of single tokens of one row, after a segment of context."""
+    import torch
+    from transformers import DynamicCache
+
+    model.eval()
+    if state is not None:
+        state["attention"].batch_select_indices(torch.tensor([0]))
+        model.memory.attention.shared = state["attention"]
+    cache, step, seconds = DynamicCache(), ids[:1, :SEGMENT], []
+    with torch.no_grad():
+        for _ in range(tokens):
+            start = time.perf_counter()
+            step = model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def measure_peer(options: argparse.Namespace, size: int) -> dict[str, Any]:
+    """A training step of the peer with a full memory, or of its model without one."""
+    import tempfile
+
+    import torch
+
+    if options.peer:
+        sys.path.append(options.peer)
+    from memorizing_transformers_pytorch import MemorizingTransformer
+
+    ids = text(options, size + (options.steps + 3) * SEGMENT)
+    with tempfile.TemporaryDirectory() as folder:
+        model = MemorizingTransformer(
+            num_tokens=VOCABULARY,
+            dim=WIDTH,
+            depth=LAYERS,
+            dim_head=WIDTH // HEADS,
+            heads=HEADS,
+            memorizing_layers=(9,) if size else (0,),
+            max_knn_memories=2 * (size or SEGMENT),  # at its capacity it forgets everything
+            num_retrieved_memories=32,
+            knn_memories_directory=folder,
+        ).train()
+        optimiser, seconds = torch.optim.AdamW(model.parameters(), lr=1e-4), []
+        with model.knn_memories_context(batch_size=ROWS) as memories:
+            for number, part in enumerate(ids[:, : -SEGMENT - 1].unfold(1, SEGMENT + 1, SEGMENT).unbind(1)):
+                if number < size // SEGMENT:
+                    with torch.no_grad():
+                        model(part[:, :-1], knn_memories=memories)
+                    continue
+                start = time.perf_counter()
+                optimiser.zero_grad(set_to_none=True)
+                model(part[:, :-1], labels=part[:, 1:], knn_memories=memories).backward()
+                optimiser.step()
+                seconds.append(time.perf_counter() - start)
+    return {"seconds": min(seconds), "all_seconds": seconds}
+
+
+def resident() -> int:
+    """The bytes of memory that this process takes now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()
