@@ -91,12 +91,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     if state is not None and options.part != "generation":
         recalls = [row.keys.recall(32) for row in memory.rows if hasattr(row.keys, "recall")]
-        (quantiser,) = model.memory.attention._quantisers.values()
-        found |= {"recall": recalls, "probes": quantiser.probes}
+        found |= {"recall": recalls, "probes": [row.keys.quantiser.probes for row in memory.rows if recalls]}
         began = time.perf_counter()
         relearn(memory)
         found["learning_seconds"] = time.perf_counter() - began
-        found["learning_per_step"] = found["learning_seconds"] / (size / SEGMENT / ROWS)
+        found["learning_per_step"] = found["learning_seconds"] / (size / SEGMENT)
     learning = found.get("learning_per_step", 0.0)
     return {"seconds": min(seconds) + learning, "all_seconds": seconds, **found}
 
@@ -106,8 +105,7 @@ def relearn(memory: Any) -> None:
     for row in memory.rows:
         if hasattr(row.keys, "lists"):
             keys = row.keys
-            if row is memory.rows[0]:
-                keys.quantiser.learn(keys.all(keys.first), keys.queries)
+            keys.quantiser.learn(keys.all(keys.first), keys.queries)
             keys._make(keys.all(keys.first), keys.waiting[:, :0], keys.end)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
@@ -38,9 +39,21 @@ class Carry:
 
 
 def join_rows(parts: list[Tensors]) -> Tensors:
-    """The tensors of the rows of all parts, one after the other; a single number is the same in each part."""
+    """The tensors of the rows of all parts, one after the other; a single number is the same in each part.
+
+    A part whose rows hold less than those of another is filled up with zeros; how much rows hold, they say themselves.
+    """
     first = parts[0] if parts else {}
-    return {name: torch.cat([part[name] for part in parts]) if first[name].ndim else first[name] for name in first}
+    return {name: _joined([part[name] for part in parts]) if first[name].ndim else first[name] for name in first}
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    most = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    filled = []
+    for tensor in tensors:
+        missing = [most[axis] - tensor.shape[1 + axis] for axis in range(len(most))]
+        filled.append(F.pad(tensor, [side for amount in reversed(missing) for side in (0, amount)]))
+    return torch.cat(filled)
 
 
 def take_rows(tensors: Tensors, first: int, count: int) -> Tensors:

@@ -155,6 +155,7 @@ def test_lists_that_are_all_looked_into_find_what_a_deque_finds(
                 assert set(got) <= set(by_number)  # neither what was forgotten nor what the context holds
                 assert sorted(got) == sorted(wanted)
                 for place, n in enumerate(numbers[head, t].tolist()):
+                    assert found_keys[head, t, place].isfinite().all()
                     if n != MISSING:
                         assert torch.equal(found_keys[head, t, place], by_number[n][0][head])
                         assert torch.equal(found_values[head, t, place], by_number[n][1][head])

@@ -61,7 +61,6 @@ class Attached(Handle):
         self._device, self._dtype = weight.device, weight.dtype
         for index, hook in self._hooks.items():
             self.layers[str(index)] = MemoryMix(hook.heads, config.mix, config.scale).to(weight.device, weight.dtype)
-        self._quantisers = {index: Quantiser(config.size, config.k, config.recall) for index in self.indices}
 
     @classmethod
     def attach(cls, config: KNNAttention, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
@@ -88,7 +87,6 @@ class Attached(Handle):
     def resize(self, size: int) -> None:
         """From now on rows keep `size` pairs; what was learned stays (the paper's Table 5)."""
         self.config = dataclasses.replace(self.config, size=size)
-        self._quantisers = {index: Quantiser(size, self.config.k, self.config.recall) for index in self.indices}
         self.shared = None
 
     def new_state(self, rows: int) -> State:
@@ -107,7 +105,8 @@ class Attached(Handle):
         if config.search == "auto":
             listed = self._device.type == "cpu" and config.size > FEWEST
         if listed and not config.dense:
-            return ListedKeys(self._quantisers[index], hook.kv_heads, hook.width, dtype)
+            quantiser = Quantiser(config.size, config.k, config.recall)
+            return ListedKeys(quantiser, hook.kv_heads, hook.width, dtype)
         return ExactKeys(hook.kv_heads, hook.width, config.size + SPARE, dtype, self._device)
 
     @torch.no_grad()

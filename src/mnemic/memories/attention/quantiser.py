@@ -89,6 +89,15 @@ class Quantiser:
         index.add_with_ids(vectors, np.arange(first, first + len(vectors)))
         return index
 
+    def load(self, points: Tensor, probes: list[int], learned_from: int, written: int) -> None:
+        """Goes on with points (lists, H, d) that were learned before."""
+        self.points, self.probes = [], probes
+        for own in points.unbind(1):
+            self.points.append(faiss.IndexFlatIP(points.shape[2]))
+            self.points[-1].add(own.contiguous().numpy())
+        self.learned_from, self.written = learned_from, written
+        self.generation += 1
+
     def add(self, index: Any, keys: Tensor, numbers: range) -> None:
         """Lists more keys (n, d)."""
         index.add_with_ids(keys.float().numpy(), np.arange(numbers.start, numbers.stop))

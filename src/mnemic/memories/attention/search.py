@@ -41,6 +41,12 @@ class Keys(Protocol):
     def copy(self) -> Self:
         """The same keys once more."""
 
+    def learned(self) -> dict[str, Tensor]:
+        """What the search learned from the keys, to be saved beside them."""
+
+    def load_learned(self, learned: dict[str, Tensor]) -> None:
+        """Goes on with what was learned from the keys, which have been added."""
+
 
 class ExactKeys:
     """Keys in a ring, all of which are compared with each query; in blocks, never in one large table of scores."""
@@ -83,10 +89,18 @@ class ExactKeys:
         twin.end = self.end
         return twin
 
+    def learned(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def load_learned(self, learned: dict[str, Tensor]) -> None:
+        """Nothing to do."""
+
 
 class ListedKeys:
     """Keys in lists around points of a quantiser; a query looks into the lists of the points nearest to it.
 
+    The quantiser is the row's own and stays when the row begins another document.
     The newest keys wait, and are compared one and all, until there are enough of them to be listed.
     """
 
@@ -156,6 +170,8 @@ class ListedKeys:
         if not self.lists:
             return torch.empty(len(query), 0, dtype=torch.long), query.new_empty(len(query), 0, query.shape[1])
         _, ids, vectors = self.lists[head].search_and_reconstruct(query.float().numpy(), k)
+        if (ids < 0).any():
+            vectors[ids < 0] = 0  # FAISS leaves no numbers there
         numbers = torch.from_numpy(ids)
         numbers.masked_fill_((numbers < first) | (numbers >= end), MISSING)
         return numbers, torch.from_numpy(vectors).to(query.dtype)
@@ -201,11 +217,34 @@ class ListedKeys:
         return exactly_listed(self.lists, self.queries, k, self.first, self.listed)
 
     def copy(self) -> Self:
-        """The same keys once more, waiting to be listed."""
-        twin = type(self)(self.quantiser, *self.shape, self.dtype)
+        """The same keys once more."""
+        quantiser = Quantiser(self.quantiser.size, self.quantiser.k, self.quantiser.wanted)
+        twin = type(self)(quantiser, *self.shape, self.dtype)
         twin.first = twin.removed = twin.listed = self.first
         twin.add(self.all(self.first))
+        twin.load_learned(self.learned())
         return twin
+
+    def learned(self) -> dict[str, Tensor]:
+        """The quantiser's points (lists, H, d), and how many of the keys are listed."""
+        heads, width = self.shape
+        own = self.quantiser
+        points = [torch.from_numpy(one.reconstruct_n(0, one.ntotal)) for one in own.points]
+        listed = self.listed - self.first if self.lists else 0
+        return {
+            "points": torch.stack(points, 1) if points else torch.empty(0, heads, width),
+            "probes": torch.tensor(own.probes or [0] * heads),
+            "learning": torch.tensor([len(points[0]) if points else 0, listed, own.learned_from, own.written]),
+        }
+
+    def load_learned(self, learned: dict[str, Tensor]) -> None:
+        """Lists as many of the keys as were listed."""
+        lists, listed, learned_from, written = learned["learning"].tolist()
+        if lists:
+            self.quantiser.load(learned["points"][:lists], learned["probes"].tolist(), learned_from, written)
+        if listed:
+            keys = self.waiting
+            self._make(keys[:, :listed], keys[:, listed:], self.first + listed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()

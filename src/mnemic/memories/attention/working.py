@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mnemic.errors import UsageError
 from mnemic.memories.attention.search import MISSING, Keys, read, take, write
@@ -53,6 +53,7 @@ class Row:
         self.keys = keys
         self.count = 0
         self.before = 0  # pairs of the document that came before number 0, if the memory was loaded
+        self.first = 0  # the number of the oldest pair that is still there
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Takes in the next pairs, (H, n, d) each."""
@@ -63,7 +64,7 @@ class Row:
     def clear(self) -> None:
         """Forgets everything."""
         self.keys.clear()
-        self.count = self.before = 0
+        self.count = self.before = self.first = 0
 
     def visible(self, held: int) -> tuple[int, int]:
         """The numbers of the pairs that can be found, while the last `held` pairs are in the context."""
@@ -73,6 +74,7 @@ class Row:
     def find(self, queries: Tensor, k: int, held: int) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers (H, T, k), keys and values (H, T, k, d) of the pairs nearest to queries (H, T, d)."""
         first, end = self.visible(held)
+        self.first = max(self.first, first)
         self.keys.forget(first)
         numbers, keys = self.keys.search(queries, k, first, end)
         slots = numbers.clamp(min=0) % self.values.shape[1]
@@ -82,13 +84,13 @@ class Row:
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All pairs that may be found now or later, in order: (H, n, d) each."""
-        first = max(self.count - self.values.shape[1], 0)
+        first = max(self.count - self.values.shape[1], self.first)
         return self.keys.all(first), read(self.values, first, self.count)
 
     def copy(self) -> Row:
         """The same memory once more."""
         twin = Row(self.size, self.values.clone(), self.keys.copy())
-        twin.count, twin.before = self.count, self.before
+        twin.count, twin.before, twin.first = self.count, self.before, self.first
         return twin
 
 
@@ -158,8 +160,9 @@ class WorkingMemory:
         before = [row.before + row.count - length for row, length in zip(self.rows, lengths, strict=True)]
         found = {"lengths": torch.tensor(lengths), "before": torch.tensor(before)}
         for name, side in zip(("keys", "values"), zip(*pairs, strict=True), strict=True):
-            found[name] = torch.stack([F.pad(one, (0, 0, 0, max(lengths) - one.shape[1])) for one in side])
-        return found
+            found[name] = pad_sequence([one.transpose(0, 1) for one in side], batch_first=True).transpose(1, 2)
+        learned = [row.keys.learned() for row in self.rows]
+        return found | {name: pad_sequence([one[name] for one in learned], batch_first=True) for name in learned[0]}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `tensors`."""
@@ -169,3 +172,4 @@ class WorkingMemory:
             row.clear()
             row.append(keys, values)
             row.before = before[number]
+            row.keys.load_learned({name: tensors[name][number] for name in row.keys.learned()})
