@@ -26,6 +26,7 @@ from mnemic.hf.fingerprint import fingerprint
 from mnemic.hf.keys import module_path
 from mnemic.hf.losses import masses_of_logits
 from mnemic.hf.positions import separates_documents
+from mnemic.hf.xl import new_xl_cache
 from mnemic.memories.base import Handle, Masses, Reading
 from mnemic.memories.config import MemoryConfig
 from mnemic.registry import Registry
@@ -163,6 +164,21 @@ class Memory(nn.Module):
         at_output = [handle for handle in handles if type(handle).token_losses is not Handle.token_losses]
         return (at_output or handles)[0].token_losses(masses, reading)
 
+    @property
+    def xl_length(self) -> int:
+        """How many tokens of earlier segments the model's KV cache holds: by its config, or as a memory wants it."""
+        own: int = getattr(self._owner[0].config, "xl_length", 0)
+        if own or self._times_disabled:
+            return own
+        return max((config.cached for config in self.configs), default=0)
+
+    def new_cache(self, rows: int) -> Any:
+        """An empty XL cache for so many rows."""
+        (model,) = self._owner
+        if getattr(model.config, "xl_length", 0):
+            return model.new_cache(rows)  # type: ignore[operator]
+        return new_xl_cache(self._places, self.xl_length, rows)
+
     def new_state(self, rows: int) -> dict[str, Any]:
         """What goes from segment to segment in each row, for each memory that has such a thing."""
         states = {name: handle.new_state(rows) for name, handle in self.handles.items()}
@@ -274,6 +290,8 @@ def _augmented_class(base: type[PreTrainedModel], separates: bool) -> type[PreTr
     names: dict[str, Any] = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     names["forward"] = _forward(base, separates)
     names["token_losses"] = _token_losses(base)
+    if hasattr(base, "_prepare_cache_for_generation"):
+        names["_prepare_cache_for_generation"] = _prepare_cache_for_generation(base)
     if hasattr(base, "prepare_inputs_for_generation"):
         names["prepare_inputs_for_generation"] = _prepare_inputs_for_generation(base)
     return type(base.__name__, (AugmentedModel, base), names)
@@ -323,6 +341,21 @@ def _token_losses(base: Any) -> Any:
             return self.memory.token_losses(masses, Reading(inputs, targets, document_starts, streams, memory_state))
 
     return token_losses
+
+
+def _prepare_cache_for_generation(base: Any) -> Any:
+    """The base's own, or the XL cache that a memory wants for the model."""
+
+    @functools.wraps(base._prepare_cache_for_generation)
+    def prepare(self: Any, config: Any, inputs: dict[str, Any], mode: Any, rows: int, *more: Any) -> Any:
+        named = config.cache_implementation is not None or inputs.get("past_key_values") is not None
+        if not self.memory.xl_length or config.use_cache is False or named:
+            return base._prepare_cache_for_generation(self, config, inputs, mode, rows, *more)
+        repeats = max(config.num_beams or 1, config.num_return_sequences or 1)
+        inputs["past_key_values"] = self.memory.new_cache(rows * repeats)
+        return None
+
+    return prepare
 
 
 def _prepare_inputs_for_generation(base: Any) -> Any:

@@ -24,6 +24,7 @@ from mnemic.hf import masks
 from mnemic.hf.anatomy import Places, find
 from mnemic.hf.caches import pin
 from mnemic.hf.positions import prefix_positions, separates_documents, sequence_positions
+from mnemic.hf.xl import OpenSegment, open_segment
 
 MARK = "mnemic_prefix"  # set on a KV cache or an encoder's output: how many of its first entries are the prefix
 
@@ -121,6 +122,8 @@ class Entrance:
         stored = getattr(cache, MARK, 0) if past else 0
         rows = self.prefix.rows() if self.prefix is not None and past == 0 else None
         added = 0 if rows is None else len(rows)
+        if streams and not self._native:
+            return (), self._stream_foreign(kwargs, starts, added, cache)
         if added and starts is None:
             starts = self._packed(kwargs)
         if not added + stored and (starts is None or self._native):
@@ -152,6 +155,8 @@ class Entrance:
 
     def _leave(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call = self._end()
+        if call is not None and isinstance(getattr(output, "past_key_values", None), OpenSegment):
+            output.past_key_values = call.xl_cache
         if call is None or not call.prefix or output is None:
             return output
         if self.places.decoder is not None or self.places.anatomy.kind == "seq2seq":
@@ -238,6 +243,19 @@ class Entrance:
         if bias is None:
             return None
         return masks.MaskChange(self.places.stack.config, added, bias, first=cache.length)
+
+    def _stream_foreign(
+        self, kwargs: dict[str, Any], starts: torch.Tensor | None, added: int, cache: Any
+    ) -> dict[str, Any]:
+        """The inputs of a stack of transformers that is given our XL cache."""
+        if added:
+            raise UsageError("memory tokens do not go with an XL cache in this model: leave xl_length at 0")
+        stack = self.places.stack
+        if stack.training and any(getattr(part, "gradient_checkpointing", False) for part in stack.modules()):
+            raise UsageError("gradient checkpointing leaves this model without its cache: set xl_length = 0")
+        documents = open_segment(cache, kwargs, starts)
+        self._begin(masks.MaskChange(self.places.stack.config, documents=documents), xl_cache=cache)
+        return kwargs
 
     def _mask_change(
         self, starts: torch.Tensor | None, batch: int, prefix: int, past: int, device: torch.device

@@ -22,6 +22,11 @@ class MemoryConfig(Config):
         """A small instance for a model of that many layers, as the demo, the self-check and the contract tests use."""
         return cls()
 
+    @property
+    def cached(self) -> int:
+        """How many tokens of earlier segments the model's KV cache is to hold beside this memory; 0: its own affair."""
+        return 0
+
     def neutral(self) -> Self:
         """The same memory with a start that leaves the model's output as it was."""
         return self

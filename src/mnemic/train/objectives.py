@@ -60,10 +60,16 @@ class Objective(ABC):
                 f"batching = {batching!r} is of the segments of a text: pairs are batched by their length with "
                 "'documents', or by what their targets have in common with 'similar'"
             )
-        if getattr(self.model.config, "xl_length", 0):
+        if self.has_cache():
             raise UsageError(
                 f"batching = {batching!r}: a model with an XL cache reads on from batch to batch, use 'documents'"
             )
+
+    def has_cache(self) -> bool:
+        """Whether the model has a cache of its own that outlives a segment."""
+        if self.memory is not None:
+            return self.memory.xl_length > 0
+        return getattr(self.model.config, "xl_length", 0) > 0
 
     def begin_step(self, step: int, steps: int) -> None:
         """Tells the model's memories how far training is, before each step."""
@@ -111,16 +117,13 @@ class NextToken(Objective):
         self.needs_help = not self.keeps_documents_apart and can_separate_documents(model)
         self.keeps_documents_apart |= self.needs_help
 
-    def has_cache(self) -> bool:
-        """Whether the model has a cache of its own that outlives a segment."""
-        return getattr(self.model.config, "xl_length", 0) > 0
-
     def new_carry(self, rows: int) -> Carry | None:
         """The model's XL cache and what its memories keep of a text, if there is any such thing."""
         states = self.memory.new_state(rows) if self.memory is not None else {}
         if not self.has_cache() and not states:
             return None
-        return Carry(self.model.new_cache(rows) if self.has_cache() else None, states)
+        owner = self.model if self.memory is None else self.memory
+        return Carry(owner.new_cache(rows) if self.has_cache() else None, states)
 
     def losses(self, batch: Batch, carry: Any) -> Tensor:
         """The negative log likelihood of the targets."""

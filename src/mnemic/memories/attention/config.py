@@ -42,18 +42,29 @@ class KNNAttention(MemoryConfig):
         "how the nearest are found: exact; lists, around points that are learned from the keys (FAISS); auto: lists on "
         "a CPU for a size above 4,096",
     )
+    xl_length: int = option(
+        0,
+        "how many tokens of earlier segments stay in the context, as an XL cache in every layer; for models with "
+        "rotary positions that have none of their own",
+    )
     recall: float = option(0.95, "share of the true nearest pairs that lists shall find")
 
     def check(self) -> None:
         for name in ("k", "size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"KNNAttention.{name} = {getattr(self, name)}: expected 1 or more")
+        if self.xl_length < 0:
+            raise UsageError(f"KNNAttention.xl_length = {self.xl_length}: expected 0 or more")
         if not self.scale > 0:
             raise UsageError(f"KNNAttention.scale = {self.scale}: expected a number above 0")
         if not 0 < self.recall <= 1:
             raise UsageError(f"KNNAttention.recall = {self.recall}: expected a number above 0 and up to 1")
         if len(set(self.layers)) < len(self.layers):
             raise UsageError(f"KNNAttention.layers = {self.layers}: a layer has one memory, name each once")
+
+    @property
+    def cached(self) -> int:
+        return self.xl_length
 
     @classmethod
     def pretrained(cls, **settings: object) -> Self:
