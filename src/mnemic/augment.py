@@ -184,6 +184,10 @@ class Memory(nn.Module):
         states = {name: handle.new_state(rows) for name, handle in self.handles.items()}
         return {name: state for name, state in states.items() if state is not None}
 
+    def state_bytes(self, rows: int) -> int:
+        """What the states of so many rows take at most."""
+        return sum(handle.state_bytes(rows) for handle in self.handles.values())
+
     def begin_step(self, step: int, steps: int) -> None:
         """Tells each memory how far training is."""
         for handle in self.handles.values():

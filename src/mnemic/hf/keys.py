@@ -6,6 +6,7 @@ Which module, by name:
               found its input the best key.
     ffn:3     The feed-forward of block 3, counted from 0; ffn:-2 is that of the last block but one.
     output    The head: the final hidden state, from which the model itself predicts.
+    attention The keys and values of the attention memory, of all its layers and heads.
     a path    Any module, as in `model.get_submodule`: "transformer.h.3.ln_1".
 
 What a feed-forward gets depends on the block. Most normalise the residual stream after attention and give it that: the
@@ -28,7 +29,7 @@ from torch import nn
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Places, find
 
-OUTPUT, FEED_FORWARD = "output", "ffn"
+OUTPUT, FEED_FORWARD, ATTENTION = "output", "ffn", "attention"
 
 _Heard = tuple[list[torch.Tensor], Callable[[torch.Tensor], None] | None]
 
@@ -42,6 +43,10 @@ def module_path(model: Any, layer: str) -> str:
             raise UsageError(f"{type(model).__name__} has no head: load it with AutoModelForCausalLM, or name a module")
     elif name == FEED_FORWARD:
         module = _feed_forward(model, number)
+    elif layer == ATTENTION:
+        if not hasattr(getattr(model, "memory", None), ATTENTION):
+            raise UsageError(f"layer = {ATTENTION!r}: {type(model).__name__} has no attention memory, see KNNAttention")
+        return f"memory.{ATTENTION}"
     else:
         return _existing(model, layer)
     return next(path for path, part in model.named_modules() if part is module and not path.startswith("memory."))

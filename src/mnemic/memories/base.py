@@ -75,6 +75,10 @@ class Handle(nn.Module):
         """What goes from segment to segment in each row of a batch, empty; None where nothing does."""
         return None
 
+    def state_bytes(self, rows: int) -> int:
+        """What the state of so many rows takes at most."""
+        return 0
+
     def check_training(self, config: Any) -> None:
         """Refuses settings of training (TrainConfig) that this memory cannot be trained with."""
 

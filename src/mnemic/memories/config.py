@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from mnemic.config import Config
+
+
+def absolute(address: str | None) -> str | None:
+    """The address of a store, as it is known from any working directory."""
+    if address is None or ":" in address:  # a scheme
+        return address
+    return str(Path(address).expanduser().absolute())
 
 
 @dataclass(kw_only=True)
@@ -21,6 +29,10 @@ class MemoryConfig(Config):
     def small(cls, layers: int) -> Self:
         """A small instance for a model of that many layers, as the demo, the self-check and the contract tests use."""
         return cls()
+
+    def for_keys(self) -> dict[str, Any]:
+        """The settings on which the hidden states of a model depend, before it has read anything else."""
+        return self.to_dict()
 
     @property
     def cached(self) -> int:

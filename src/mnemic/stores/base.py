@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -245,6 +245,12 @@ class Store(ABC):
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise UsageError(f"ids of shape {ids.shape} and type {ids.dtype}: expected a list of whole numbers")
         return self._get(ids.astype(np.int64))
+
+    def rows(self, where: Where | str | Iterable[str] | None = None, block: int = 4096) -> Iterator[LookedUp]:
+        """All rows there are, in order, block by block; of what is looked up by number, `there` says which exist."""
+        self._check_open()
+        for first in range(0, self.next_id, block):
+            yield self._look_up(np.arange(first, min(first + block, self.next_id)), Where.of(where))
 
     @abstractmethod
     def _add(self, keys: Floats, values: NDArray[np.int64], references: References) -> Ids: ...

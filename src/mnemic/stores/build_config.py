@@ -22,8 +22,8 @@ class BuildConfig(StoreConfig):
     )
     layer: str = option(
         "auto",
-        "whose input is the key: ffn (the last feed-forward), ffn:3 (block 3's), output (the head), or a module; auto: "
-        "as in the model's output memory, or ffn",
+        "whose input is the key: ffn (the last feed-forward), ffn:3 (block 3's), output (the head), or a module; "
+        "attention: the pairs of the model's attention memory; auto: as in the model's output memory, or ffn",
     )
     split: str = option("train", "the part of the corpus to read: train, valid, test or all")
     window: int | None = option(
@@ -94,6 +94,8 @@ def suited(config: BuildConfig, model: Any) -> BuildConfig:
     memory = getattr(getattr(getattr(model, "memory", None), "output", None), "config", None)
     metric = "ip" if memory is not None and memory.similarity == "dot" else "l2"
     left_open: dict[str, Any] = {"metric": metric, "layer": "ffn" if memory is None else memory.key}
+    if config.layer == "attention":  # its rows are loaded as they are, and searched by the memory itself
+        left_open |= {"metric": "ip", "index": "exact"}
     return dataclasses.replace(
         config, **{name: value for name, value in left_open.items() if getattr(config, name) == "auto"}
     )

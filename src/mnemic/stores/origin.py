@@ -40,7 +40,7 @@ def memory_fingerprint(model: Any) -> str:
 
     from mnemic.hf.fingerprint import fingerprint
 
-    settings = json.dumps({name: handle.config.to_dict() for name, handle in handles.items()}, sort_keys=True)
+    settings = json.dumps({name: handle.config.for_keys() for name, handle in handles.items()}, sort_keys=True)
     return xxhash.xxh3_128_hexdigest((fingerprint(nn.ModuleDict(handles)) + settings).encode())
 
 

@@ -312,3 +312,14 @@ def test_the_usual_layer_is_the_ninth_of_twelve() -> None:
         MnemicDecoderConfig(vocab_size=20, hidden_size=8, num_attention_heads=2, num_hidden_layers=12)
     )
     assert mnemic.augment(model, mnemic.KNNAttention(size=8)).memory.attention.indices == [8]
+
+
+def test_the_room_that_a_memory_takes_is_told_and_a_memory_without_room_refused() -> None:
+    model = decoder(size=1000, layers=[0, 1])
+    pair = 2 * 4 * 32  # key and value of all heads, in float32
+    assert 2 * 3 * 1000 * pair <= model.memory.state_bytes(3) < 2 * 3 * 4000 * pair
+    half = mnemic.augment(build("llama"), mnemic.KNNAttention(layers=[1], size=100_000, dtype="float16"))
+    assert half.memory.state_bytes(1) == pytest.approx(100_000 * 2 * 2 * 16, rel=0.05)  # two key/value heads of 8
+    huge = mnemic.augment(build("llama"), mnemic.KNNAttention(size=10**12))
+    with pytest.raises(UsageError, match="GB are free: lower size"):
+        huge.memory.new_state(1)

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Self
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +44,9 @@ class Attached(Handle):
         self._on = True
         self._stack_part = (places.stack,)
         self._last: Forward | None = None  # for layers that run again in the backward pass
-        self.shared: State | None = None  # what `read` has read, for all to look into
+        self.shared: State | None = None  # what `read` has read or a store has kept, for all to look into
+        self._store: Any = None
+        self._heard: list[Tensor] | None = None
         depth = len(places.blocks)
         self.indices = sorted(config.layers) or [max(depth * 3 // 4 - 1, 0)]
         if unknown := [index for index in self.indices if not 0 <= index < depth]:
@@ -78,8 +81,7 @@ class Attached(Handle):
 
     # What is kept of a text
 
-    def bytes(self, rows: int) -> int:
-        """What the pairs of so many rows take at most."""
+    def state_bytes(self, rows: int) -> int:
         width = 2 if self.config.dtype == "float16" else 4
         pairs = rows * (self.config.size + SPARE)
         return sum(2 * pairs * hook.kv_heads * hook.width * width for hook in self._hooks.values())
@@ -90,24 +92,30 @@ class Attached(Handle):
         self.shared = None
 
     def new_state(self, rows: int) -> State:
-        """Empty memories for so many rows."""
-        return State({index: WorkingMemory([self._row(index) for _ in range(rows)]) for index in self.indices})
+        """Empty memories for so many rows; UsageError if there is no room for them."""
+        needed, free = self.state_bytes(rows), psutil.virtual_memory().available
+        if self._device.type == "cpu" and needed > free:
+            raise UsageError(
+                f"an attention memory of {self.config.size:,} pairs in {len(self.indices)} layers for {rows} rows takes "
+                f"{needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: lower size, dtype or the batch size"
+            )
+        size = self.config.size
+        return State({index: WorkingMemory([self._row(index, size) for _ in range(rows)]) for index in self.indices})
 
-    def _row(self, index: int) -> Row:
+    def _row(self, index: int, size: int) -> Row:
         hook, dtype = self._hooks[index], getattr(torch, self.config.dtype)
-        capacity = self.config.size + SPARE
-        values = torch.empty(hook.kv_heads, capacity, hook.width, dtype=dtype, device=self._device)
-        return Row(self.config.size, values, self._keys(index, dtype))
+        values = torch.empty(hook.kv_heads, size + SPARE, hook.width, dtype=dtype, device=self._device)
+        return Row(size, values, self._keys(index, size, dtype))
 
-    def _keys(self, index: int, dtype: torch.dtype) -> Keys:
+    def _keys(self, index: int, size: int, dtype: torch.dtype) -> Keys:
         config, hook = self.config, self._hooks[index]
         listed = config.search == "lists"
         if config.search == "auto":
-            listed = self._device.type == "cpu" and config.size > FEWEST
+            listed = self._device.type == "cpu" and size > FEWEST
         if listed and not config.dense:
-            quantiser = Quantiser(config.size, config.k, config.recall)
+            quantiser = Quantiser(size, config.k, config.recall)
             return ListedKeys(quantiser, hook.kv_heads, hook.width, dtype)
-        return ExactKeys(hook.kv_heads, hook.width, config.size + SPARE, dtype, self._device)
+        return ExactKeys(hook.kv_heads, hook.width, size + SPARE, dtype, self._device)
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, mask: Tensor | None = None, segment_length: int = 512) -> None:
@@ -131,8 +139,41 @@ class Attached(Handle):
         finally:
             stack.train(training)
 
+    @contextlib.contextmanager
+    def pairs_read(self) -> Iterator[list[Tensor]]:
+        """Within this context, the pairs of all tokens of each forward, (B, T, width): what a store keeps of them."""
+        self._heard = heard = list[Tensor]()
+        try:
+            yield heard
+        finally:
+            self._heard = None
+
+    @property
+    def connected(self) -> bool:
+        return self._store is not None
+
+    def connect(self, store: Any) -> None:
+        """Loads the pairs of a store, which all later forwards may look into."""
+        halves = [2 * hook.kv_heads * hook.width for hook in self._hooks.values()]
+        if store.config.dim != sum(halves):
+            raise UsageError(
+                f"the rows of {store.address} have {store.config.dim} numbers and the pairs of this memory "
+                f"{sum(halves)}: build a store with layer = 'attention' and this model"
+            )
+        count = len(store)
+        rows = {index: self._row(index, count) for index in self.indices}
+        for block in store.rows():
+            kept = torch.from_numpy(block.keys).split(halves, 1)
+            for (index, row), both in zip(rows.items(), kept, strict=True):
+                hook = self._hooks[index]
+                keys, values = both.view(-1, 2, hook.kv_heads, hook.width).permute(1, 2, 0, 3).to(self._device)
+                row.append(keys, values)
+        self._store, self.shared = store, State({index: WorkingMemory([row]) for index, row in rows.items()})
+
     def reset(self) -> None:
         self.shared = None
+        if self._store is not None:
+            self.connect(self._store)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self.shared is None else self.shared.tensors()
@@ -160,6 +201,8 @@ class Attached(Handle):
             call.state = self.new_state(cache.batch_size)
             cache.riders.append(call.state)
         call.commit()
+        if self._heard is not None:
+            self._heard.append(call.pairs_by_token())
         return result
 
     def _begin(self, inputs: dict[str, Any], reading: Reading | None) -> Forward:

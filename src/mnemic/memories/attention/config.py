@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from mnemic.config import option
 from mnemic.errors import UsageError
-from mnemic.memories.config import MemoryConfig
+from mnemic.memories.config import MemoryConfig, absolute
 
 
 @dataclass(kw_only=True)
@@ -18,6 +18,8 @@ class KNNAttention(MemoryConfig):
     A model that is trained from the start, as in the paper:   KNNAttention()
     A pretrained model that is given a memory:                 KNNAttention.pretrained()
     """
+
+    key: ClassVar[str] = "attention"  # the layer of which a store's rows must be
 
     layers: list[int] = option(
         [], "the layers with a memory, counted from 0; none: one, at three quarters of the depth"
@@ -42,12 +44,21 @@ class KNNAttention(MemoryConfig):
         "how the nearest are found: exact; lists, around points that are learned from the keys (FAISS); auto: lists on "
         "a CPU for a size above 4,096",
     )
+    external: str | None = option(
+        None, "the address of a store of pairs that a model has read before (layer = attention), for all to look into"
+    )
     xl_length: int = option(
         0,
         "how many tokens of earlier segments stay in the context, as an XL cache in every layer; for models with "
         "rotary positions that have none of their own",
     )
     recall: float = option(0.95, "share of the true nearest pairs that lists shall find")
+
+    def __post_init__(self) -> None:
+        self.store: Any = None  # an open store, if one was given in place of its address
+        if hasattr(self.external, "search"):
+            self.store, self.external = self.external, self.external.address  # type: ignore[union-attr]
+        super().__post_init__()
 
     def check(self) -> None:
         for name in ("k", "size"):
@@ -61,6 +72,12 @@ class KNNAttention(MemoryConfig):
             raise UsageError(f"KNNAttention.recall = {self.recall}: expected a number above 0 and up to 1")
         if len(set(self.layers)) < len(self.layers):
             raise UsageError(f"KNNAttention.layers = {self.layers}: a layer has one memory, name each once")
+
+    def for_keys(self) -> dict[str, Any]:
+        return {"layers": self.layers, "normalise": self.normalise}
+
+    def saved(self) -> dict[str, Any]:
+        return self.to_dict() | {"external": absolute(self.external)}
 
     @property
     def cached(self) -> int:
@@ -76,4 +93,4 @@ class KNNAttention(MemoryConfig):
         return cls(layers=[layers - 1], k=4, size=16)
 
     def neutral(self) -> Self:
-        return dataclasses.replace(self, mix="tanh", normalise="memory")
+        return dataclasses.replace(self, mix="tanh", normalise="memory", external=None)

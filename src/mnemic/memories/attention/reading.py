@@ -99,6 +99,11 @@ class Forward:
         shape = asked.shape
         return memory.reshape(shape), mass.reshape(shape[:3]), there.reshape(shape[:3])
 
+    def pairs_by_token(self) -> Tensor:
+        """The keys and values of all layers and heads, of each token: (B, T, width)."""
+        pairs = [states[:, :, self.prefix :] for index in sorted(self.new) for states in self.new[index]]
+        return torch.cat([states.transpose(1, 2).flatten(2) for states in pairs], 2)
+
     def commit(self) -> None:
         """Moves the memory on: what a document began with is cleared before, and padding is left out."""
         if self.state is None:

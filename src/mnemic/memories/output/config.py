@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from mnemic.config import option
 from mnemic.errors import UsageError
-from mnemic.memories.config import MemoryConfig
+from mnemic.memories.config import MemoryConfig, absolute
 
 
 @dataclass(kw_only=True)
@@ -119,10 +118,7 @@ class OutputMemory(MemoryConfig):
         return other
 
     def saved(self) -> dict[str, Any]:
-        settings = self.to_dict()
-        if self.external is not None and ":" not in self.external:  # a folder, not an address with a scheme
-            settings["external"] = str(Path(self.external).expanduser().absolute())
-        return settings
+        return self.to_dict() | {"external": absolute(self.external)}
 
     def neutral(self) -> Self:
         return dataclasses.replace(self, local=False, long=0, external=None)
