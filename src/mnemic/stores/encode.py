@@ -98,8 +98,8 @@ class Encoder:
         rows, length = batch["targets"].shape
         if hasattr(self._module, "pairs_read"):
             with self._module.pairs_read() as pairs:
-                found = self._objective.losses(batch, None)
-            return pairs[-1], found
+                paid = self._objective.losses(batch, None)
+            return pairs[-1], paid
         found = None
         with self._listening(stop=not losses) as heard, contextlib.suppress(_Heard):
             found = self._objective.losses(batch, None)

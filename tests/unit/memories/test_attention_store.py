@@ -53,7 +53,7 @@ def test_a_stored_text_serves_as_one_that_was_just_read(
         plain = writer(question).logits
     assert (stored - plain).abs().max() > 1e-3
 
-    memory = reader.memory.attention.shared.memories[2].rows[0]
+    memory = reader.memory.attention.stored.memories[2].rows[0]
     assert memory.count == len(store)
     reader.memory.reset()
     with torch.no_grad():
@@ -98,8 +98,8 @@ def test_stores_of_other_models_and_layers_are_refused(tokenizer: Any, corpus: C
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight.add_(0.1)
     store = mnemic.stores.open_store(tmp_path / "a")
+    base = other.memory.detach()
     with pytest.raises(UsageError, match="another model"):
-        base = other.memory.detach()
         mnemic.augment(base, mnemic.KNNAttention(layers=[0, 2], external=store))
 
 

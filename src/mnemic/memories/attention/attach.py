@@ -44,8 +44,8 @@ class Attached(Handle):
         self._on = True
         self._stack_part = (places.stack,)
         self._last: Forward | None = None  # for layers that run again in the backward pass
-        self.shared: State | None = None  # what `read` has read or a store has kept, for all to look into
-        self._store: Any = None
+        self.shared: State | None = None  # what `read` has read, for all to look into
+        self.stored: State | None = None  # what a store has kept, likewise
         self._heard: list[Tensor] | None = None
         depth = len(places.blocks)
         self.indices = sorted(config.layers) or [max(depth * 3 // 4 - 1, 0)]
@@ -96,8 +96,8 @@ class Attached(Handle):
         needed, free = self.state_bytes(rows), psutil.virtual_memory().available
         if self._device.type == "cpu" and needed > free:
             raise UsageError(
-                f"an attention memory of {self.config.size:,} pairs in {len(self.indices)} layers for {rows} rows takes "
-                f"{needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: lower size, dtype or the batch size"
+                f"an attention memory of {self.config.size:,} pairs in {len(self.indices)} layers for {rows} rows "
+                f"takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: lower size, dtype or the batch size"
             )
         size = self.config.size
         return State({index: WorkingMemory([self._row(index, size) for _ in range(rows)]) for index in self.indices})
@@ -126,14 +126,11 @@ class Attached(Handle):
         try:
             state = self.shared or self.new_state(len(input_ids))
             for begin in range(0, input_ids.shape[1], segment_length):
-                part = {"input_ids": input_ids[:, begin : begin + segment_length]}
-                if mask is not None:
-                    part["attention_mask"] = mask[:, begin : begin + segment_length]
-                call = Forward(
-                    state, None, real=mask if mask is None else mask[:, begin : begin + segment_length].bool()
-                )
+                piece = slice(begin, begin + segment_length)
+                real = None if mask is None else mask[:, piece]
+                call = Forward(state, real=None if real is None else real.bool())
                 with self._reading(call):
-                    stack(**part)
+                    stack(input_ids=input_ids[:, piece], attention_mask=real)
                 call.commit()
             self.shared = state
         finally:
@@ -150,7 +147,7 @@ class Attached(Handle):
 
     @property
     def connected(self) -> bool:
-        return self._store is not None
+        return self.stored is not None
 
     def connect(self, store: Any) -> None:
         """Loads the pairs of a store, which all later forwards may look into."""
@@ -168,12 +165,10 @@ class Attached(Handle):
                 hook = self._hooks[index]
                 keys, values = both.view(-1, 2, hook.kv_heads, hook.width).permute(1, 2, 0, 3).to(self._device)
                 row.append(keys, values)
-        self._store, self.shared = store, State({index: WorkingMemory([row]) for index, row in rows.items()})
+        self.stored = State({index: WorkingMemory([row]) for index, row in rows.items()})
 
     def reset(self) -> None:
         self.shared = None
-        if self._store is not None:
-            self.connect(self._store)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self.shared is None else self.shared.tensors()
@@ -211,7 +206,7 @@ class Attached(Handle):
         state = ((reading and reading.state) or {}).get("attention")
         if state is None:
             state = next((rider for rider in getattr(cache, "riders", []) if isinstance(rider, State)), None)
-        call = Forward(state, self.shared, starts=starts_being_read())
+        call = Forward(state, [one for one in (self.shared, self.stored) if one], starts=starts_being_read())
         call.real = mask.bool() if mask is not None and mask.ndim == 2 else None
         if state is not None and hasattr(cache, "limit"):
             call.held = [cache.limit] * cache.batch_size

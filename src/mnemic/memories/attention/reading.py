@@ -23,7 +23,7 @@ class Forward:
     """
 
     state: State | None  # of these rows; moved on by `commit`
-    shared: State | None  # what was read before, for every row to look into
+    shared: list[State] = field(default_factory=list)  # what was read before, for every row to look into
     starts: Tensor | None = None  # where documents start
     real: Tensor | None = None  # no padding
     held: list[int] | None = None  # how many of each row's last pairs the context holds
@@ -48,8 +48,9 @@ class Forward:
         if (own := self.state and self.state.memories[index]) and own.has_visible(self.held):
             found = own.find(queries, k, self.held)
             parts.append(found if self.starts is None else found.hidden(self._after_a_start(queries.shape[2])))
-        if (shared := self.shared and self.shared.memories[index]) and shared.has_visible(None):
-            parts.append(shared.find(queries, k, None))
+        for shared in (state.memories[index] for state in self.shared):
+            if shared.has_visible(None):
+                parts.append(shared.find(queries, k, None))
         return Found.best(parts, queries, k) if parts else None
 
     def all(self, index: int, asked: Tensor) -> Attended | None:
@@ -74,11 +75,8 @@ class Forward:
 
     def _pairs(self, index: int, rows: int) -> list[tuple[Tensor, Tensor]]:
         """The pairs that each row sees, as copies: the memory moves on before the gradient comes back."""
-        memories = [
-            (state.memories[index], held)
-            for state, held in ((self.state, self.held), (self.shared, None))
-            if state is not None
-        ]
+        memories = [] if self.state is None else [(self.state.memories[index], self.held)]
+        memories += [(state.memories[index], None) for state in self.shared]
         found = []
         for row in range(rows):
             seen = [memory.visible_pairs(row, rows, held) for memory, held in memories]
