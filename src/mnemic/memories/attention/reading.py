@@ -48,9 +48,8 @@ class Forward:
         if (own := self.state and self.state.memories[index]) and own.has_visible(self.held):
             found = own.find(queries, k, self.held)
             parts.append(found if self.starts is None else found.hidden(self._after_a_start(queries.shape[2])))
-        for shared in (state.memories[index] for state in self.shared):
-            if shared.has_visible(None):
-                parts.append(shared.find(queries, k, None))
+        shared = [state.memories[index] for state in self.shared]
+        parts += [memory.find(queries, k, None) for memory in shared if memory.has_visible(None)]
         return Found.best(parts, queries, k) if parts else None
 
     def all(self, index: int, asked: Tensor) -> Attended | None:
