@@ -11,8 +11,9 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mnemic.cli.options import add_config_options, add_memory_option, given, read_memory, write_memory
@@ -21,9 +22,11 @@ from mnemic.errors import UsageError
 
 EXAMPLE = """  mnemic generate runs/a "def main(" --max-new-tokens 40
   echo "import os" | mnemic generate runs/a - --greedy --json
+  mnemic generate runs/m "The treaty was signed by" --read history.txt
   mnemic store build docs.store docs/ --model runs/a
   mnemic generate runs/a "def main(" --compare --memory output:external=docs.store,k=64,weight=0.3"""
 
+SEGMENT = 512  # tokens of a long prompt that a model with an XL cache reads at a time
 SAME = "the memory changes nothing here; `mnemic evaluate --tune` finds the weight and temperatures of an output memory"
 
 
@@ -57,6 +60,13 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="the folder of a run or of a saved model, or a name on the hub")
     parser.add_argument("prompt", help="the text to continue, or to translate; - reads it from stdin")
     add_memory_option(parser)
+    parser.add_argument(
+        "--read",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a text that the model's attention memory reads first, however long; may be given several times",
+    )
     parser.add_argument("--no-memory", action="store_true", help="switch the model's memories off")
     parser.add_argument(
         "--compare",
@@ -81,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     before = prompt if writer(model) is continue_text else ""
     if memories:
         augment(model, *memories)
+    for path in arguments.read:
+        read_file(model, tokenizer, path)
     used = [] if arguments.no_memory else memories_of(model)
     if arguments.compare and not used:
         raise UsageError(
@@ -110,6 +122,23 @@ def memories_of(model: Any) -> list[str]:
     """The memories in a model, as they are written after --memory."""
     configs = model.memory.configs if hasattr(model, "memory") else []
     return [write_memory(config.memory(), config) for config in configs]
+
+
+def read_file(model: Any, tokenizer: Any, path: str) -> None:
+    """Lets the attention memory of a model read a file."""
+    import torch
+
+    from mnemic.data.encoding import start_and_end
+
+    if not hasattr(getattr(model, "memory", None), "attention"):
+        raise UsageError("--read is for a model with an attention memory, which keeps what was read: see KNNAttention")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--read {path}: {error}; give a file of UTF-8 text") from None
+    start, _ = start_and_end(tokenizer)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    model.memory.read(torch.tensor([[start, *ids]], device=model.device))
 
 
 def read_prompt() -> str:
@@ -161,9 +190,31 @@ def continue_text(model: Any, tokenizer: Any, prompt: str, decoding: dict[str, A
     start, end = start_and_end(tokenizer)
     ids = torch.tensor([[start, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
     padding = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    ends = {"attention_mask": torch.ones_like(ids), "pad_token_id": padding, "eos_token_id": end}
-    tokens: list[int] = model.generate(input_ids=ids, **ends, **decoding)[0, ids.shape[1] :].tolist()
-    return tokens
+    ends = {"pad_token_id": padding, "eos_token_id": end}
+    with far_back(model, ids, decoding) as (near, how):
+        mask = torch.ones_like(near)
+        tokens: list[int] = model.generate(input_ids=near, attention_mask=mask, **ends, **how)[0].tolist()
+    return tokens[near.shape[1] :]
+
+
+@contextlib.contextmanager
+def far_back(model: Any, ids: Any, decoding: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The part of a long prompt that a model reads at once; with an attention memory, which reads the rest before."""
+    memory: Any = getattr(model, "memory", None)
+    if getattr(memory or model.config, "xl_length", 0):
+        yield ids, decoding | {"prefill_chunk_size": SEGMENT}
+        return
+    room = getattr(model.config, "max_position_embeddings", None) or ids.shape[1] + decoding["max_new_tokens"]
+    room -= decoding["max_new_tokens"]
+    if ids.shape[1] <= room or room < 1 or not hasattr(memory, "attention"):
+        yield ids, decoding
+        return
+    before = memory.attention.state()
+    memory.read(ids[:, :-room])
+    try:
+        yield ids[:, -room:], decoding
+    finally:
+        memory.attention.load_state(before)
 
 
 def translate(model: Any, tokenizer: Any, prompt: str, decoding: dict[str, Any]) -> list[int]:

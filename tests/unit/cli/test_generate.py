@@ -14,10 +14,11 @@ from transformers import BertConfig, BertForMaskedLM
 
 import mnemic
 from mnemic.cli import main
-from mnemic.cli.generate import SAME, to_text
+from mnemic.cli.generate import SAME, read_file, to_text
+from mnemic.cli.loading import load_model
 from mnemic.data import Document, train_tokenizer
 from mnemic.data.encoding import start_and_end
-from tests.unit.cli.conftest import train
+from tests.unit.cli.conftest import DECODER, train
 from tests.unit.cli.test_faults import fails, plain_model
 from tests.unit.cli.test_verbs import output
 
@@ -173,3 +174,36 @@ def test_words_that_the_vocabulary_lacks_are_seen_and_marks_are_not(kind: str) -
     start, end = start_and_end(tokenizer)
     ids = [start, *tokenizer(" to be zebra", add_special_tokens=False)["input_ids"], end]
     assert to_text(tokenizer, ids, {start, end}).split() == ["to", "be", "<unk>" if kind == "word" else "zebra"]
+
+
+@pytest.fixture(scope="module", params=[0, 32], ids=["segments", "xl-cache"])
+def reader(corpus: Path, tmp_path_factory: Any, request: pytest.FixtureRequest) -> Path:
+    """The folder of a run with an attention memory."""
+    out = tmp_path_factory.mktemp("runs") / "reader"
+    model = f"{DECODER},xl_length={request.param}"
+    assert train(corpus, out, "--memory", "attention:size=500,k=4,layers=[0]", "--model", model) == 0
+    return out
+
+
+def test_a_text_is_read_before_the_prompt_is_continued(reader: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "long.txt").write_text((PROMPT + ANSWER + " ") * 30)
+    model, tokenizer = load_model(str(reader))
+    ids = torch.tensor([tokenizer(PROMPT).input_ids])
+    with torch.no_grad():
+        plain = model(ids).logits
+        read_file(model, tokenizer, str(tmp_path / "long.txt"))
+        assert (model(ids).logits - plain).abs().max() > 1e-5
+    common = ["generate", reader, PROMPT, "--greedy", "--max-new-tokens", 10]
+    assert output(capsys, *common, "--read", tmp_path / "long.txt").startswith(PROMPT)
+    long_prompt = output(capsys, "generate", reader, PROMPT * 60, "--max-new-tokens", 5)
+    assert long_prompt.startswith(PROMPT * 60)
+
+
+def test_reading_needs_an_attention_memory_and_a_text(plain: Path, reader: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfa")
+    text = ["--read", tmp_path / "text.txt"]
+    fails(capsys, 2, "with an attention memory", arguments=["generate", plain, "a", *text])
+    for path in ("missing.txt", "bytes"):
+        text = ["--read", tmp_path / path]
+        fails(capsys, 2, "give a file of UTF-8 text", arguments=["generate", reader, "a", *text])
