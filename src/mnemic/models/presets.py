@@ -54,6 +54,16 @@ PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
         MnemicSRUConfig,
         {"num_hidden_layers": 10, "hidden_size": 1920, "attention_size": 480, "vocab_size": 256, "xl_length": 512},
     ),
+    "memorizing": (
+        MnemicDecoderConfig,
+        _T5
+        | {"num_hidden_layers": 12, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
+        | {"vocab_size": 32_000},
+    ),
+    "memorizing-small": (
+        MnemicDecoderConfig,
+        _T5 | {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4},
+    ),
     "memorizing-256": (
         MnemicDecoderConfig,
         _T5 | {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8},

@@ -90,7 +90,7 @@ class KNNAttention(MemoryConfig):
 
     @classmethod
     def small(cls, layers: int) -> Self:
-        return cls(layers=[layers - 1], k=4, size=16)
+        return cls(layers=[layers - 1], k=8, size=2048)
 
     def neutral(self) -> Self:
         return dataclasses.replace(self, mix="tanh", normalise="memory", external=None)
