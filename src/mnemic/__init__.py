@@ -21,6 +21,7 @@ _PUBLIC = {
     "evaluate": "mnemic.evaluate",
     "EvaluateConfig": "mnemic.evaluate.config",
     "tune": "mnemic.evaluate.tuning",
+    "trace": "mnemic.analysis.trace",
     "open_corpus": "mnemic.data",
     "load_tokenizer": "mnemic.data",
     "train_tokenizer": "mnemic.data",

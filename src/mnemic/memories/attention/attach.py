@@ -47,6 +47,7 @@ class Attached(Handle):
         self.shared: State | None = None  # what `read` has read, for all to look into
         self.stored: State | None = None  # what a store has kept, likewise
         self._heard: list[Tensor] | None = None
+        self._observed: list[dict[str, Tensor]] | None = None
         depth = len(places.blocks)
         self.indices = sorted(config.layers) or [max(depth * 3 // 4 - 1, 0)]
         if unknown := [index for index in self.indices if not 0 <= index < depth]:
@@ -91,8 +92,11 @@ class Attached(Handle):
         self.config = dataclasses.replace(self.config, size=size)
         self.shared = None
 
-    def new_state(self, rows: int) -> State:
+    def new_state(self, rows: int) -> State | None:
         """Empty memories for so many rows; UsageError if there is no room for them."""
+        return self._empty(rows) if self.config.size else None
+
+    def _empty(self, rows: int) -> State:
         needed, free = self.state_bytes(rows), psutil.virtual_memory().available
         if self._device.type == "cpu" and needed > free:
             raise UsageError(
@@ -124,7 +128,7 @@ class Attached(Handle):
         training = stack.training
         stack.eval()
         try:
-            state = self.shared or self.new_state(len(input_ids))
+            state = self.shared or self._empty(len(input_ids))
             for begin in range(0, input_ids.shape[1], segment_length):
                 piece = slice(begin, begin + segment_length)
                 real = None if mask is None else mask[:, piece]
@@ -135,6 +139,27 @@ class Attached(Handle):
             self.shared = state
         finally:
             stack.train(training)
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[list[dict[str, Tensor]]]:
+        """Within this context, what the first row of each forward finds; see `Forward.observed`."""
+        if self.config.dense:
+            raise UsageError("dense attention finds nothing in particular: set dense = False to see what is retrieved")
+        self._observed = seen = list[dict[str, Tensor]]()
+        try:
+            yield seen
+        finally:
+            self._observed = None
+
+    @contextlib.contextmanager
+    def sized(self, size: int) -> Iterator[None]:
+        """Within this context, new states keep `size` pairs a row."""
+        config = self.config
+        self.config = dataclasses.replace(config, size=size)
+        try:
+            yield
+        finally:
+            self.config = config
 
     @contextlib.contextmanager
     def pairs_read(self) -> Iterator[list[Tensor]]:
@@ -177,7 +202,7 @@ class Attached(Handle):
         self.shared = None
         if state:
             rows = len(next(iter(state.values())))
-            self.shared = self.new_state(rows)
+            self.shared = self._empty(rows)
             self.shared.load_tensors(state)
 
     # A forward
@@ -198,6 +223,8 @@ class Attached(Handle):
         call.commit()
         if self._heard is not None:
             self._heard.append(call.pairs_by_token())
+        if self._observed is not None:
+            self._observed.append(call.observed(self.config.k))
         return result
 
     def _begin(self, inputs: dict[str, Any], reading: Reading | None) -> Forward:
@@ -247,7 +274,7 @@ class Attached(Handle):
         if index not in call.new:
             with torch.no_grad():
                 call.new[index] = unit(heads.own_keys()), heads.own_values().detach()
-            call.prefix = prefix_being_read()
+            call.prefix, call.heads = prefix_being_read(), query.shape[1]
         own = unit(heads.own_queries())
         if self.config.dense:
             found = call.all(index, own * scale)
@@ -262,4 +289,7 @@ class Attached(Handle):
             return mathematics.local_mass(query, every, heads.mask, scaling, heads.causal)
 
         share = mix.share(mass, local_mass)
+        if self._observed is not None:
+            call.shares[index] = torch.where(there, share, 0.0).detach()
+            call.asked[index] = (own * scale).detach()
         return mathematics.mixed(local.transpose(1, 2), memory, share, there).transpose(1, 2), weights

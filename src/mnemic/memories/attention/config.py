@@ -25,7 +25,7 @@ class KNNAttention(MemoryConfig):
         [], "the layers with a memory, counted from 0; none: one, at three quarters of the depth"
     )
     k: int = option(32, "how many pairs each query of each head finds")
-    size: int = option(65_536, "how many pairs of its document each row keeps; beyond it the oldest go")
+    size: int = option(65_536, "how many pairs of its document each row keeps; the oldest go first; 0: none")
     dtype: Literal["float32", "float16"] = option("float32", "how pairs are kept")
     mix: Literal["gate", "tanh", "joint"] = option(
         "gate",
@@ -61,11 +61,9 @@ class KNNAttention(MemoryConfig):
         super().__post_init__()
 
     def check(self) -> None:
-        for name in ("k", "size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"KNNAttention.{name} = {getattr(self, name)}: expected 1 or more")
-        if self.xl_length < 0:
-            raise UsageError(f"KNNAttention.xl_length = {self.xl_length}: expected 0 or more")
+        for name, least in (("k", 1), ("size", 0), ("xl_length", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"KNNAttention.{name} = {getattr(self, name)}: expected {least} or more")
         if not self.scale > 0:
             raise UsageError(f"KNNAttention.scale = {self.scale}: expected a number above 0")
         if not 0 < self.recall <= 1:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mnemic.memories.attention import layer
+from mnemic.memories.attention.search import MISSING
 from mnemic.memories.attention.state import State
 from mnemic.memories.attention.working import Found
 
@@ -29,8 +30,11 @@ class Forward:
     held: list[int] | None = None  # how many of each row's last pairs the context holds
     overlap: Tensor | None = None  # (B,): how many of the first tokens were read before
     prefix: int = 0  # vectors before the tokens, which are not read
+    heads: int = 0  # of the queries
     new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     found: dict[int, Found | None] = field(default_factory=dict)
+    asked: dict[int, Tensor] = field(default_factory=dict)  # by whom is watching: scaled queries (B, H, T, d)
+    shares: dict[int, Tensor] = field(default_factory=dict)  # and the memory's share of each result (B, H, T)
     pairs: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def nearest(self, index: int, queries: Tensor, asked: Tensor, k: int) -> Attended | None:
@@ -95,6 +99,25 @@ class Forward:
     def _unfolded(self, asked: Tensor, memory: Tensor, mass: Tensor, there: Tensor) -> Attended:
         shape = asked.shape
         return memory.reshape(shape), mass.reshape(shape[:3]), there.reshape(shape[:3])
+
+    def observed(self, k: int) -> dict[str, Tensor]:
+        """What the first row found: numbers and weights (layers, H, T, k), and shares (layers, H, T) of the memory."""
+        seen: dict[str, list[Tensor]] = {"numbers": [], "weights": [], "shares": []}
+        for index in sorted(self.new):
+            keys, (found, asked) = self.new[index][0], (self.found.get(index), self.asked.get(index))
+            if found is None or asked is None:
+                heads, tokens = self.heads, keys.shape[2]
+                seen["numbers"].append(torch.full((heads, tokens, k), MISSING))
+                seen["weights"].append(torch.zeros(heads, tokens, k))
+                seen["shares"].append(torch.zeros(heads, tokens))
+                continue
+            queries = _folded(asked, found.keys.shape[1])[0]
+            scores = (found.keys[0] @ queries.unsqueeze(3)).squeeze(3).masked_fill(~found.there[0], -torch.inf)
+            weights = scores.softmax(-1).nan_to_num()
+            seen["numbers"].append(found.numbers[0].reshape(*asked.shape[1:3], k))
+            seen["weights"].append(weights.reshape(*asked.shape[1:3], k))
+            seen["shares"].append(self.shares[index][0])
+        return {name: torch.stack(parts)[:, :, self.prefix :].cpu() for name, parts in seen.items()}
 
     def pairs_by_token(self) -> Tensor:
         """The keys and values of all layers and heads, of each token: (B, T, width)."""

@@ -1,0 +1,89 @@
+"""A trace says what was retrieved for each token, with which weight, and what it was worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mnemic
+from mnemic.data import Document, train_tokenizer
+from mnemic.data.documents import Corpus
+from mnemic.errors import UsageError
+from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
+
+TEXT = "the treaty of the two rivers was signed by Ansgar the Elder in a tent of red felt. " * 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer([], "byte")
+
+
+def make(tokenizer: Any, xl_length: int = 0, **memory: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "position": "rotary"}
+    model = MnemicDecoderForCausalLM(MnemicDecoderConfig(vocab_size=len(tokenizer), xl_length=xl_length, **shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+    return mnemic.augment(model, mnemic.KNNAttention(**{"layers": [0, 2], "k": 4, "size": 500, **memory})).eval()
+
+
+@pytest.mark.parametrize("xl_length", [0, 16])
+@pytest.mark.parametrize("mix", ["gate", "joint"])
+def test_a_trace_is_what_evaluation_measures(tokenizer: Any, xl_length: int, mix: str) -> None:
+    model = make(tokenizer, xl_length, mix=mix)
+    found = mnemic.trace(model, tokenizer, TEXT, window=32, smaller=0)
+    corpus = Corpus("one", {"test": lambda: [Document("text", TEXT)]})
+    measured = mnemic.evaluate(model, tokenizer, corpus, split="test", window=32)
+    assert found.losses.sum().item() == pytest.approx(measured["nll"], rel=1e-5)
+    model.memory.attention.config.size = 0
+    without = mnemic.evaluate(model, tokenizer, corpus, split="test", window=32)
+    assert found.gains.sum().item() == pytest.approx(without["nll"] - measured["nll"], rel=1e-3, abs=1e-3)
+
+    length = len(tokenizer(TEXT).input_ids) + 2  # what begins and ends a document
+    assert found.ids.shape == found.losses.shape == (length,)
+    assert found.numbers.shape == found.weights.shape == (2, 4, length, 4)
+    assert found.shares.shape == (2, 4, length)
+    for t in range(1, length):
+        segment = (t - 1) // 32 * 32  # the prediction of token t is made at token t - 1
+        visible = max(segment - xl_length, 0)
+        numbers = found.numbers[:, :, t]
+        assert (numbers < visible).all()
+        assert (numbers >= 0).all() == (visible >= 4)
+        torch.testing.assert_close(found.weights[:, :, t].sum(-1), torch.full((2, 4), float(visible > 0)))
+        assert (found.shares[:, :, t] > 0).all() == (visible > 0)
+    assert (found.gains[1:33] == 0).all()
+    assert found.distances().min() >= 2
+
+
+def test_the_best_tokens_are_shown_with_what_was_retrieved(tokenizer: Any, tmp_path: Path) -> None:
+    found = mnemic.trace(make(tokenizer), tokenizer, Document("a", TEXT), window=32, smaller=40)
+    rows = found.best(3)
+    assert [row["gain"] for row in rows] == sorted(found.gains.tolist(), reverse=True)[:3]
+    for row in rows:
+        assert row["target"] == found.text(row["token"], row["token"] + 1)
+        assert TEXT.find(row["query"].split("<")[-1][-8:]) >= 0
+        assert [one["weight"] for one in row["retrieved"]] == sorted(
+            (one["weight"] for one in row["retrieved"]), reverse=True
+        )
+        for one in row["retrieved"]:
+            assert one["distance"] == row["token"] - one["position"] > 0
+    for what in ("loss-delta", "distance", "shares"):
+        found.plot(what, tmp_path / f"{what}.svg")
+        assert (tmp_path / f"{what}.svg").read_text().startswith("<?xml")
+    with pytest.raises(UsageError, match="loss-delta, distance and shares"):
+        found.plot("nothing", tmp_path / "x.svg")
+
+
+def test_what_cannot_be_traced(tokenizer: Any) -> None:
+    with pytest.raises(UsageError, match="give the model one"):
+        mnemic.trace(make(tokenizer).memory.detach(), tokenizer, TEXT)
+    with pytest.raises(UsageError, match="dense"):
+        mnemic.trace(make(tokenizer, dense=True), tokenizer, TEXT)
+    with pytest.raises(UsageError, match="smaller=0"):
+        mnemic.trace(make(tokenizer), tokenizer, TEXT, window=32).gains  # noqa: B018
