@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 SIZES = ("small", "smoke", "paper")
 
 if str(HERE) not in sys.path:
-    sys.path.append(str(HERE))  # rows import what their paper's rows share: `from trime.harness import ...`
+    sys.path.append(str(HERE))  # rows import what their paper's rows share: `from tables.harness import ...`
 
 
 def rows(root: Path) -> dict[str, dict[str, Path]]:

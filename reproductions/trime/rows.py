@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trime.harness import CACHE, CACHE_LONG, KNN, KNN_CACHE, TRIME, TRIME_EXT, TRIME_LONG, Row, Testing
-from trime.models import EXT, LOCAL, LONG, PLAIN, Trained
+from tables.harness import CACHE, CACHE_LONG, KNN, KNN_CACHE, TRIME, TRIME_EXT, TRIME_LONG, Row, Testing
+from tables.models import EXT, LOCAL, LONG, PLAIN, Trained
 
 METHODS: dict[str, tuple[Trained, Testing | None]] = {
     "Transformer": (PLAIN, None),

@@ -26,10 +26,10 @@ def imported(path: Path):
     return module
 
 
-runner = imported(HERE / "run.py")  # makes `trime` known
-from trime import harness, models, readme  # noqa: E402
-from trime.settings import Settings  # noqa: E402
-from trime.texts import Text, wikitext_style  # noqa: E402
+runner = imported(HERE / "run.py")  # makes `tables` known
+from tables import harness, models, readme  # noqa: E402
+from tables.settings import Settings  # noqa: E402
+from tables.texts import Text, wikitext_style  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Figure 3: long-term memories of growing size."""
 
-from trime.harness import Row, Table, Testing
-from trime.models import LONG, PLAIN
+from tables.harness import Row, Table, Testing
+from tables.models import LONG, PLAIN
 
 SHARES = {"0": 0, "1/4": 1 / 4, "1/2": 1 / 2, "1": 1}  # of the largest
 TEXTS = {"words": "", "words, shorter segments": "shorter", "bytes": "bytes"}

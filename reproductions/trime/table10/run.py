@@ -1,6 +1,6 @@
 """Table 10: all methods on a small model."""
 
-from trime.harness import Table
+from tables.harness import Table
 from trime.rows import dev_test
 
 TABLE = Table(

@@ -1,7 +1,7 @@
 """Table 11: what similar batches and the gradient into the memory are worth."""
 
-from trime.harness import TRIME_EXT, Row, Table
-from trime.models import EXT
+from tables.harness import TRIME_EXT, Row, Table
+from tables.models import EXT
 
 TABLE = Table(
     "TRIME, Table 11",

@@ -1,6 +1,6 @@
 """Table 12: local memory with segments of different length."""
 
-from trime.harness import Table
+from tables.harness import Table
 from trime.rows import row
 
 LENGTHS = {"long segments": "", "middle": "middle", "short": "short"}  # 3072, 512 and 150 in the paper

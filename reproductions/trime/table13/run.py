@@ -1,6 +1,6 @@
 """Table 13: how often the right word is among the nearest rows of the store."""
 
-from trime.harness import Table
+from tables.harness import Table
 from trime.rows import row
 
 DEPTHS = (1, 8, 64, 1024)

@@ -1,6 +1,6 @@
 """Table 14: perplexity by how often a word occurs."""
 
-from trime.harness import Table
+from tables.harness import Table
 from trime.rows import row
 
 BUCKETS = (">10k", "1k-10k", "100-1k", "10-100", "<=10")

@@ -1,7 +1,7 @@
 """Table 15: how often training goes without local memory (p)."""
 
-from trime.harness import TRIME_EXT, Row, Table
-from trime.models import EXT
+from tables.harness import TRIME_EXT, Row, Table
+from tables.models import EXT
 
 PAPER = {0.0: 54.33, 0.1: 49.85, 0.5: 45.08, 0.9: 41.50, 1.0: 41.86}
 

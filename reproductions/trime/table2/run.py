@@ -1,6 +1,6 @@
 """Table 2: all methods on a large model, and how fast they are tested."""
 
-from trime.harness import Table
+from tables.harness import Table
 from trime.rows import dev_test
 
 TABLE = Table(

@@ -1,6 +1,6 @@
 """Table 3: long-term memory where segments are short."""
 
-from trime.harness import Table
+from tables.harness import Table
 from trime.rows import dev_test
 
 TABLE = Table(

@@ -1,7 +1,7 @@
 """Table 4: long-term memory for bytes, and for SRU++."""
 
-from trime.harness import TRIME_LONG, Row, Table
-from trime.models import PLAIN, PREVIOUS
+from tables.harness import TRIME_LONG, Row, Table
+from tables.models import PLAIN, PREVIOUS
 from trime.rows import dev_test
 
 TABLE = Table(

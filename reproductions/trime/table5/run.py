@@ -1,7 +1,7 @@
 """Table 5: another domain, with a store of the home text or of the other one."""
 
-from trime.harness import Row, Table, Testing
-from trime.models import EXT, PLAIN
+from tables.harness import Row, Table, Testing
+from tables.models import EXT, PLAIN
 from trime.rows import dev_test
 
 CACHE_AND_HOME, CACHE_AND_OTHER = (Testing(long=1, store=text, joint=False) for text in ("home", "other"))

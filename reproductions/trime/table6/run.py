@@ -1,7 +1,7 @@
 """Table 6: translation."""
 
-from trime.harness import KNN, Row, Table, Testing
-from trime.models import EXT, PLAIN
+from tables.harness import KNN, Row, Table, Testing
+from tables.models import EXT, PLAIN
 
 WITHOUT_LOCAL = EXT.changed(local=False, local_dropout=1.0)
 

@@ -1,7 +1,7 @@
 """Table 7: each way to train with each memory of testing."""
 
-from trime.harness import TRIME, Row, Table, Testing
-from trime.models import EXT, LOCAL, LONG
+from tables.harness import TRIME, Row, Table, Testing
+from tables.models import EXT, LOCAL, LONG
 
 MEMORIES = {
     "local": TRIME,

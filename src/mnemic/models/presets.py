@@ -1,4 +1,5 @@
-"""Backbones by name: the sizes of the TRIME paper (arXiv 2205.12674, Table 9), and small ones for two cores.
+"""Backbones by name: the sizes of the TRIME paper (arXiv 2205.12674, Table 9) and of Memorizing Transformers (arXiv
+2203.08913), and small ones for two cores.
 
 What the sizes come to, and where they differ from the paper's figure:
 
@@ -7,6 +8,8 @@ What the sizes come to, and where they differ from the paper's figure:
     trime-7m       7.1M
     trime-38m     38.0M
     trime-39m     39.5M  one table for source and target, as large as the two of fairseq's IWSLT'14 (8,848 + 6,632)
+    memorizing   183.9M  12 layers of 1024 and a vocabulary of 32,000; the paper says around 200M
+    memorizing-1b, -8b   the paper prints no shapes: 24 layers of 2048 are 1.27B, 40 of 4096 are 8.19B
     trime-sru-42m 42.1M  the paper says 42M only: 10 layers and d / d' = 4 are those of the published SRU++ of enwik8
 """
 
@@ -58,6 +61,18 @@ PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
         MnemicDecoderConfig,
         _T5
         | {"num_hidden_layers": 12, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
+        | {"vocab_size": 32_000},
+    ),
+    "memorizing-1b": (
+        MnemicDecoderConfig,
+        _T5
+        | {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16}
+        | {"vocab_size": 32_000},
+    ),
+    "memorizing-8b": (
+        MnemicDecoderConfig,
+        _T5
+        | {"num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 16_384, "num_attention_heads": 32}
         | {"vocab_size": 32_000},
     ),
     "memorizing-small": (

@@ -79,7 +79,14 @@ def test_sizes_are_those_of_table_9() -> None:
     assert preset("trime-39m").encoder_layers == 6  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("small")])
+@pytest.mark.parametrize(("name", "millions"), [("memorizing", 200), ("memorizing-1b", 1200), ("memorizing-8b", 8000)])
+def test_memorizing_transformers_are_about_as_large_as_the_papers(name: str, millions: int) -> None:
+    assert abs(parameters(name) / 1e6 / millions - 1) < 0.1
+    config: Any = preset(name)
+    assert (config.position, config.head_dim) == ("t5", 128)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if "small" in name])
 def test_small_ones_are_small(name: str) -> None:
     assert 0 < parameters(name) < 6e6
 

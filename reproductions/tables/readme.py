@@ -12,7 +12,7 @@ from mnemic.errors import UsageError
 from mnemic.files import write_text
 
 if TYPE_CHECKING:
-    from trime.harness import Table
+    from tables.harness import Table
 
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 NOT_RUN = "not run"
@@ -23,10 +23,14 @@ Figures = dict[str, dict[str, dict[str, float]]]
 
 def put_table(path: Path, table: Table, results: dict[str, Any], size: str) -> None:
     """Writes the table between the two markers of a README."""
+    put_between(path, "\n".join([*lines(table, results), "", said(results, size)]))
+
+
+def put_between(path: Path, made: str) -> None:
+    """Writes a text between the two markers of a README."""
     text = path.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise UsageError(f"{path} has no place for the table: put {BEGIN} and {END} on lines of their own")
-    made = "\n".join([*lines(table, results), "", said(results, size)])
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     write_text(path, f"{before}{BEGIN}\n{made}\n{END}{after}")
 

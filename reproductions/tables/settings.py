@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from trime.texts import Text
+from tables.texts import Text
 
 from mnemic.config import Config, option
 from mnemic.errors import UsageError, unknown_name
@@ -32,11 +32,13 @@ class Settings(Config):
     tokenizer: str = option("word", "bpe, word or byte, trained on the home text")
     vocab_size: int | None = option(None, "size of its vocabulary; unset: all words")
     train: dict[str, Any] = option({}, "how models are trained: see TrainConfig; `batching` holds for all of them")
+    finetune: dict[str, Any] = option({}, "what differs from that for models that go on from another one")
     consecutive: int = option(1, "consecutive segments in a batch, for models trained with long-term memory (m)")
     local_dropout: float = option(0.9, "how often models trained with external memory go without their local one (p)")
     evaluate: dict[str, Any] = option({}, "how models are tested: see EvaluateConfig")
     tune: dict[str, Any] = option({}, "what differs from that in tuning, such as max_tokens")
     store: dict[str, Any] = option({}, "how stores are built: see BuildConfig")
+    memory: dict[str, int] = option({}, "sizes of attention memories, by the names that rows give them")
     long: int = option(0, "the largest long-term memory that is tried in testing")
     k: int = option(1024, "the most rows of a store that are tried in testing (K)")
     seeds: list[int] = option([0], "seeds of the models")
@@ -47,6 +49,7 @@ class Settings(Config):
         self.text("home")
         for config, settings in (
             (TrainConfig, self.train),
+            (TrainConfig, self.train | self.finetune),
             (EvaluateConfig, self.evaluate),
             (EvaluateConfig, self.tune),
         ):
@@ -68,13 +71,17 @@ class Settings(Config):
         return Text.from_dict(settings)
 
     def varied(self, variant: str) -> Settings:
-        """The settings with the changes of a variant; as they are if there is none."""
-        plain = {name: value for name, value in self.to_dict().items() if name != "variants"}
-        if not variant:
-            return Settings.from_dict(plain)
-        if variant not in self.variants:
-            raise unknown_name("variant", variant, self.variants)
-        return Settings.from_dict(_merged(plain, self.variants[variant]))
+        """The settings with the changes of a variant, or of several as in "books+xl"; as they are if there is none."""
+        values = {name: value for name, value in self.to_dict().items() if name != "variants"}
+        for name in filter(None, variant.split("+")):
+            if name not in self.variants:
+                raise unknown_name("variant", name, self.variants)
+            values = _merged(values, self.variants[name])
+        return Settings.from_dict(values)
+
+    def has(self, variant: str) -> bool:
+        """Whether all of a variant is there."""
+        return all(name in self.variants for name in filter(None, variant.split("+")))
 
 
 def identity(*parts: Any) -> str:

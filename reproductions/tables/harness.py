@@ -1,4 +1,4 @@
-"""Runs a table of the TRIME paper (arXiv 2205.12674): trains, tunes on valid, measures, writes results/<size>.json.
+"""Runs a table of a paper: trains, tunes on valid what is tuned, measures, writes results/<size>.json.
 
 The file is written after each measurement. Killed and started again, a run goes on: models and stores from where they
 stopped, and what was measured with the same settings is not measured again, also for another table.
@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trime.models import Model, Trained
-from trime.readme import put_table
-from trime.settings import Settings, identity
+from tables.models import Model, Trained
+from tables.readme import put_table
+from tables.settings import Settings, identity
 
 import mnemic
 from mnemic.augment import augment
@@ -108,12 +108,13 @@ class Table:
             return Measurement(self, row, settings.varied(row.variant), seed, runs)
 
         old, found = read_results(path).get("measurements", {}), dict[str, Any]()
-        for row in self.rows:
+        rows = [row for row in self.rows if settings.has(row.variant)]
+        for row in rows:
             before = old.get(self.key(row), {}).items()
             found[self.key(row)] = {s: made for s, made in before if made["identity"] == of(row, int(s)).identity}
         results = {"table": self.name, "size": size, "settings": settings.to_dict(), "measurements": found}
         for seed in settings.seeds if seeds is None else seeds:
-            for row in self.rows:
+            for row in rows:
                 if str(seed) not in found[self.key(row)]:
                     say(f"{self.name} ({size}), seed {seed}: {self.key(row)}")
                     found[self.key(row)][str(seed)] = of(row, seed).make()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trime.settings import Settings, identity
+from tables.settings import Settings, identity
 
 import mnemic
 from mnemic.augment import AugmentedModel, augment
@@ -34,11 +34,13 @@ HOW_OFTEN = ("out", "resume", "checkpoint_every", "keep", "log_every", "trackers
 
 @dataclass(frozen=True)
 class Trained:
-    """A way to train: with which memory in the softmax, and on which batches."""
+    """A way to train: with which memory, on which batches, and from where."""
 
     name: str
     batching: str = "shuffled"
     memory: dict[str, Any] = field(default_factory=dict)  # of OutputMemory; empty: none
+    attention: dict[str, Any] = field(default_factory=dict)  # of KNNAttention, `size` by its name; empty: none
+    start: Trained | None = None  # the model that training goes on from, with [finetune] in place of [train]
 
     def changed(self, batching: str | None = None, **memory: Any) -> Trained:
         """The same with a few changes."""
@@ -57,17 +59,23 @@ class Model:
 
     def __init__(self, trained: Trained, settings: Settings, seed: int, runs: Path) -> None:
         self.trained, self.settings, self.seed, self.runs = trained, settings, seed, runs
-        options = {"batching": trained.batching, **settings.train, "seed": seed, "resume": True}
+        self.start = None if trained.start is None else Model(trained.start, settings, seed, runs)
+        changes = settings.train if self.start is None else settings.train | settings.finetune
+        options = {"batching": trained.batching, **changes, "seed": seed, "resume": True}
         if options["batching"] == "consecutive":
             options["consecutive"] = settings.consecutive
         config = mnemic.TrainConfig(**options)
         usual = {"local_dropout": settings.local_dropout} if trained.memory.get("training") == "batch" else {}
-        self.memory = mnemic.OutputMemory(**usual | trained.memory) if trained.memory else None
+        self.memory: Any = mnemic.OutputMemory(**usual | trained.memory) if trained.memory else None
+        if trained.attention:
+            size = settings.memory[trained.attention["size"]]
+            self.memory = mnemic.KNNAttention(**{**trained.attention, "size": size})
         vocabulary = [settings.text("home").to_dict(), settings.tokenizer, settings.vocab_size]
         self.tokenizer_folder = runs / f"tokenizer-{identity(vocabulary)}"
         steps = {name: value for name, value in config.to_dict().items() if name not in HOW_OFTEN}
         learned = self.memory.to_dict() if self.memory else {}
-        self.identity = identity(vocabulary, settings.model, settings.model_settings, steps, learned)
+        from_where = [] if self.start is None else [self.start.identity]
+        self.identity = identity(vocabulary, settings.model, settings.model_settings, steps, learned, *from_where)
         self.folder = runs / f"{trained.name}-{self.identity}-seed{seed}"
         self.config = replace(config, out=str(self.folder))
 
@@ -76,15 +84,26 @@ class Model:
         if (self.folder / "model").is_dir():
             report: dict[str, Any] = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
             return report
-        if (new := read_new_model(self.settings.model)) is None:
-            raise UsageError(f"model = {self.settings.model!r}: expected a new one, as preset:small or decoder")
-        kind, usual = new
-        torch.manual_seed(self.seed)
-        model = new_model(self.tokenizer, kind, usual | self.settings.model_settings)
-        if self.memory is not None:
-            augment(model, self.memory)
+        model = self.begun()
         corpus = self.settings.text("home").open()
         return dict(train(model, self.tokenizer, corpus, self.config).report)
+
+    def begun(self) -> Any:
+        """The model before it is trained: new, or another one that has been trained."""
+        if self.start is not None:
+            self.start.train()
+            model = self.start.load()
+        else:
+            if (new := read_new_model(self.settings.model)) is None:
+                raise UsageError(f"model = {self.settings.model!r}: expected a new one, as preset:small or decoder")
+            kind, usual = new
+            torch.manual_seed(self.seed)
+            model = new_model(self.tokenizer, kind, usual | self.settings.model_settings)
+        if isinstance(model, AugmentedModel):  # it has learned to use its memory, which is enlarged
+            model.memory.attention.resize(self.memory.size)
+        elif self.memory is not None:
+            augment(model, self.memory)
+        return model
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -98,10 +117,10 @@ class Model:
         return load_tokenizer(self.tokenizer_folder)
 
     def load(self) -> Any:
-        """The trained model without its memory."""
+        """The trained model; an output memory is taken out, for others are put in to test it."""
         with no_other_bars():
             model, _ = load_model(str(self.folder))
-        return model.memory.detach() if isinstance(model, AugmentedModel) else model
+        return model.memory.detach() if self.trained.memory else model
 
     def store(self, model: Any, text: str, metric: str) -> Any:
         """A store of the text `home` or `other`, built if it is not there; open."""

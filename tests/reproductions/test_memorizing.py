@@ -1,0 +1,90 @@
+"""The tables and figures of Memorizing Transformers: each runs in its smoke setting."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reproductions.test_trime import HERE, imported, runner
+
+from tables.settings import Settings  # isort: skip
+
+NAMES = sorted(path.parent.name for path in HERE.glob("memorizing/*/run.py"))
+TABLES = ("table4", "table5", "figure6", "scaling")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the rows, with one folder of runs for all of them."""
+    folder = tmp_path_factory.mktemp("reproductions")
+    shutil.copytree(HERE / "memorizing", folder / "memorizing", ignore=shutil.ignore_patterns("results", "__pycache__"))
+    return folder
+
+
+def run(root: Path, name: str) -> dict[str, Any]:
+    runner.run(root, ["memorizing", name, "smoke", "--runs", str(root / "runs")])
+    return json.loads((root / "memorizing" / name / "results" / "smoke.json").read_text())
+
+
+def test_all_rows_of_the_paper_are_there() -> None:
+    assert set(NAMES) == {"table4", "scaling", "table5", "figure6", "figure7", "table8", "step_time"}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_runs_in_its_smoke_setting(root: Path, name: str) -> None:
+    results = run(root, name)
+    table = imported(HERE / "memorizing" / name / "run.py").TABLE
+    settings = Settings.read(HERE / "memorizing" / name / "smoke.toml")
+    rows = [row for row in table.rows if settings.has(row.variant)]
+    assert list(results["measurements"]) == [table.key(row) for row in rows]
+    for row in rows:
+        for figure in results["measurements"][table.key(row)]["0"]["figures"].values():
+            assert math.isfinite(figure)
+    table.table(root / "memorizing" / name, "smoke")
+
+
+def test_a_memory_changes_what_is_measured(root: Path) -> None:
+    measured = run(root, "table4")["measurements"]
+    figures = {key: made["0"]["figures"]["GitHub"] for key, made in measured.items()}
+    assert len({round(figure, 6) for figure in figures.values()}) == len(figures)
+
+
+@pytest.mark.parametrize("name", ["figure7", "table8", "step_time"])
+def test_what_is_no_table_runs_in_its_smoke_setting(root: Path, name: str) -> None:
+    results = run(root, name)
+    folder = root / "memorizing" / name
+    imported(HERE / "memorizing" / name / "run.py").table(folder, "smoke")
+    readme = (folder / "README.md").read_text()
+    assert "Size: smoke" in readme
+    if name == "figure7":
+        assert len(results["gains"]) == results["tokens"]
+        assert (folder / "results" / "smoke.png").stat().st_size > 1000
+    elif name == "table8":
+        assert len(results["best"]) == 12
+        assert all(row["gain"] <= results["best"][0]["gain"] for row in results["best"])
+    else:
+        assert set(results["seconds"]) == {"none", *results["memory"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", ["small", "paper"])
+def test_settings_of_all_sizes_can_be_read(name: str, size: str) -> None:
+    settings = Settings.read(HERE / "memorizing" / name / f"{size}.toml")
+    for variant in settings.variants:
+        settings.varied(variant)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_readme_shows_is_what_was_measured(name: str, tmp_path: Path) -> None:
+    folder = HERE / "memorizing" / name
+    if not (folder / "results" / "small.json").exists():
+        assert "Not run yet" in (folder / "README.md").read_text()
+        return
+    shutil.copytree(folder, tmp_path / name)
+    imported(folder / "run.py").table(tmp_path / name, "small")
+    assert (tmp_path / name / "README.md").read_text() == (folder / "README.md").read_text()
