@@ -13,6 +13,8 @@ insertion and eviction are in the step.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -28,6 +30,7 @@ PARTS = {
     "generation": ["none", "65536"],
     "peer": ["none", "65536", "peer-none", "peer-65536"],
 }
+WARM = 4  # steps before those that are measured
 ROWS, SEGMENT, HEADS, WIDTH, LAYERS, VOCABULARY = 2, 512, 8, 256, 12, 8192
 
 
@@ -75,38 +78,39 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.setting.startswith("peer-"):
         return measure_peer(options, int(options.setting.removeprefix("peer-").replace("none", "0")))
     size = int(options.setting.replace("none", "0"))
-    ids = text(options, size + (options.steps + 3) * SEGMENT)
+    ids = text(options, size + (options.steps + WARM + 2) * SEGMENT)
     model = one_head(size) if options.part == "peer" else made(options, size)
-    before, state = resident(), model.memory.new_state(ROWS) if size else None
-    if state is not None:
-        fill(model, ids[:, :size], state)
-    ids = ids[:, size:]
-    found: dict[str, Any] = {}
-    if state is not None:
-        (memory,) = state["attention"].memories.values()
-        pairs = 2 * 4 * sum(size * row.values.shape[0] * row.values.shape[2] for row in memory.rows)
-        found |= {"pairs_bytes": pairs, "bytes_ratio": (resident() - before) / pairs}
-    seconds = (
-        generated(model, ids, state) if options.part == "generation" else stepped(model, ids, state, options.steps)
-    )
-    if state is not None and options.part != "generation":
-        recalls = [row.keys.recall(32) for row in memory.rows if hasattr(row.keys, "recall")]
-        found |= {"recall": recalls, "probes": [row.keys.quantiser.probes for row in memory.rows if recalls]}
-        began = time.perf_counter()
-        relearn(memory)
-        found["learning_seconds"] = time.perf_counter() - began
-        found["learning_per_step"] = found["learning_seconds"] / (size / SEGMENT)
-    learning = found.get("learning_per_step", 0.0)
-    return {"seconds": min(seconds) + learning, "all_seconds": seconds, **found}
-
-
-def relearn(memory: Any) -> None:
-    """What happens once for as many pairs as the memory holds: new points, and all keys listed anew."""
+    training = options.part != "generation"
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    state = model.memory.new_state(ROWS) if size else None
+    stepped(model, optimiser, ids, state, WARM)  # so that all that a step needs besides what is remembered is there
+    before, state = taken(), model.memory.new_state(ROWS) if size else None
+    if state is None:
+        seconds = stepped(model, optimiser, ids, state, options.steps) if training else generated(model, ids, state)
+        return {"seconds": min(seconds), "all_seconds": seconds}
+    fill(model, ids[:, :size], state)
+    (memory,), ids = state["attention"].memories.values(), ids[:, size:]
     for row in memory.rows:
-        if hasattr(row.keys, "lists"):
-            keys = row.keys
-            keys.quantiser.learn(keys.all(keys.first), keys.queries)
-            keys._make(keys.all(keys.first), keys.waiting[:, :0], keys.end)
+        row.keys.queries = None
+    stepped(model, optimiser, ids, state, WARM)  # their queries tell how many lists are worth a look
+    began = time.perf_counter()
+    for row in memory.rows:  # what happens once for as many pairs as the memory holds: points learned, keys listed anew
+        row.keys._learn(row.keys.end)
+    learning = time.perf_counter() - began
+    ids = ids[:, WARM * SEGMENT :]
+    seconds = stepped(model, optimiser, ids, state, options.steps) if training else generated(model, ids, state)
+    pairs = 2 * 4 * sum(size * row.values.shape[0] * row.values.shape[2] for row in memory.rows)
+    held, resident = (after / pairs - earlier / pairs for after, earlier in zip(taken(), before, strict=True))
+    found = {"pairs_bytes": pairs, "bytes_ratio": held, "resident_ratio": resident, "all_seconds": seconds}
+    if not training:
+        return {"seconds": min(seconds), **found}
+    return {
+        "seconds": min(seconds) + learning / (size / SEGMENT),
+        "learning_seconds": learning,
+        "recall": [row.keys.recall(32) for row in memory.rows],
+        "probes": [[lists.probes for lists in row.keys.heads] for row in memory.rows],
+        **found,
+    }
 
 
 def text(options: argparse.Namespace, length: int) -> Any:
@@ -150,25 +154,25 @@ def one_head(size: int) -> Any:
 
 
 def fill(model: Any, ids: Any, state: Any) -> None:
-    """Reads a text without learning from it."""
+    """Puts the pairs of a text into the memory; what is in it already is not looked at."""
     import torch
 
-    from mnemic.hf.losses import token_losses
-
+    (memory,), handle = state["attention"].memories.values(), model.memory.attention
+    heads, width = memory.rows[0].values.shape[0], memory.rows[0].values.shape[2]
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), handle.pairs_read() as heard:
         for part in ids.split(SEGMENT, 1):
-            token_losses(model, part, input_ids=part, use_cache=False, memory_state=state)
+            model(input_ids=part, use_cache=False, logits_to_keep=1)
+            keys, values = heard.pop().unflatten(2, (2, heads, width)).permute(2, 0, 3, 1, 4)
+            memory.append(keys, values, torch.ones(part.shape, dtype=torch.bool))
+            memory.find(keys[:, :, -1:], 1, None)  # so that keys are listed as they come
     model.train()
 
 
-def stepped(model: Any, ids: Any, state: Any, steps: int) -> list[float]:
+def stepped(model: Any, optimiser: Any, ids: Any, state: Any, steps: int) -> list[float]:
     """The seconds of training steps, each of the next segment."""
-    import torch
-
     from mnemic.hf.losses import token_losses
 
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
     more = {} if state is None else {"memory_state": state}
     seconds = []
     for number in range(steps):
@@ -238,9 +242,24 @@ def measure_peer(options: argparse.Namespace, size: int) -> dict[str, Any]:
     return {"seconds": min(seconds), "all_seconds": seconds}
 
 
-def resident() -> int:
-    """The bytes of memory that this process takes now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+class _Heap(ctypes.Structure):
+    """What glibc knows of its heap (mallinfo2)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena free small mapped mapped_bytes most fast used unused top".split()  # noqa: SIM905
+    ]
+
+
+def taken() -> tuple[int, int]:
+    """The bytes that are allocated in this process, and those of RAM that it takes, gaps between them included."""
+    libc = ctypes.CDLL("libc.so.6")
+    gc.collect()
+    libc.malloc_trim(0)
+    libc.mallinfo2.restype = _Heap
+    heap = libc.mallinfo2()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return heap.used + heap.mapped_bytes, pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mnemic.memories.attention import quantiser as quantisers
 from mnemic.memories.attention import search as searching
-from mnemic.memories.attention.quantiser import Quantiser
+from mnemic.memories.attention.lists import Lists
 from mnemic.memories.attention.search import MISSING, ExactKeys, ListedKeys, nearest
 from mnemic.memories.attention.working import Row, WorkingMemory
 
@@ -27,7 +26,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def make_row(size: int, spare: int, lists: bool = False, dtype: torch.dtype = torch.float32) -> Row:
     values = torch.empty(HEADS, size + spare, WIDTH, dtype=dtype)
     if lists:
-        return Row(size, values, ListedKeys(Quantiser(size, 8, 1.0), HEADS, WIDTH, dtype))
+        return Row(size, values, ListedKeys(size, 8, 1.0, HEADS, WIDTH, dtype))
     return Row(size, values, ExactKeys(HEADS, WIDTH, size + spare, dtype, "cpu"))
 
 
@@ -120,7 +119,7 @@ def test_exact_search_never_holds_all_scores(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists for small memories."""
-    monkeypatch.setattr(quantisers, "FEWEST", 64)
+    monkeypatch.setattr(searching, "FEWEST", 64)
     monkeypatch.setattr(searching, "PENDING", 16)
 
 
@@ -129,7 +128,19 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lists_that_are_all_looked_into_find_what_a_deque_finds(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Quantiser, "_enough", lambda self, head, *_: self.points[head].ntotal)
+    fill = Lists.fill
+
+    def look_everywhere(self: Lists, keys: Any, first: int) -> None:
+        self.probes = self.points.ntotal
+        fill(self, keys, first)
+
+    def learn(self: Lists, keys: Tensor, first: int, *_: Any) -> None:
+        points = keys[:: max(len(keys) // 16, 1)].float()
+        self.load(torch.nn.functional.normalize(points, dim=-1), len(points))
+        self.fill(keys.float().numpy(), first)
+
+    monkeypatch.setattr(Lists, "fill", look_everywhere)
+    monkeypatch.setattr(Lists, "learn", learn)
     size, spare, k = 200, 30, 8
     row = make_row(size, spare, lists=True, dtype=dtype)
     oracle: deque[tuple[int, Tensor, Tensor]] = deque()
@@ -146,7 +157,7 @@ def test_lists_that_are_all_looked_into_find_what_a_deque_finds(
         held = 15
         queries = random(HEADS, 3, WIDTH, seed=step)
         numbers, found_keys, found_values = row.find(queries, k, held)
-        listed += bool(row.keys.lists)  # type: ignore[attr-defined]
+        listed += row.keys.any_listed  # type: ignore[attr-defined]
         seen = list(oracle)[: max(len(oracle) - held, 0)][-size:]
         by_number = {n: (key, value) for n, key, value in seen}
         for head, per_query in enumerate(expected(seen, queries, k)):
@@ -167,40 +178,39 @@ def test_lists_that_are_all_looked_into_find_what_a_deque_finds(
 
 @pytest.mark.usefixtures("few")
 def test_lists_reach_the_recall_that_is_asked_and_points_are_kept_between_documents() -> None:
-    quantiser = Quantiser(2000, 8, 0.9)
-    keys = ListedKeys(quantiser, HEADS, WIDTH, torch.float32)
+    keys = ListedKeys(2000, 8, 0.9, HEADS, WIDTH, torch.float32)
     for step in range(30):
         keys.add(torch.nn.functional.normalize(random(HEADS, 100, WIDTH, seed=step), dim=-1))
         keys.forget(max(keys.end - 2000, 0))
         keys.search(random(HEADS, 64, WIDTH, seed=step + 50), 8, max(keys.end - 2000, 0), keys.end)
-    assert keys.lists
+    assert keys.any_listed
     assert keys.recall(8) >= 0.85  # type: ignore[operator]
-    assert max(one.nprobe for one in keys.lists) < keys.lists[0].nlist
-    before = quantiser.generation
-    assert before >= 2
+    assert max(lists.probes for lists in keys.heads) < keys.heads[0].points.ntotal
+    before = keys.heads[0].learned()
     keys.clear()
     keys.add(random(HEADS, 100, WIDTH, seed=99))
     keys.search(random(HEADS, 4, WIDTH), 8, 0, 100)
-    assert quantiser.generation == before
-    assert keys.lists[0].ntotal == 100
+    assert torch.equal(keys.heads[0].learned(), before)
+    assert keys.heads[0].index.ntotal == 100
 
 
 @pytest.mark.usefixtures("few")
-def test_points_are_learned_anew_once_a_memory_has_been_replaced() -> None:
-    quantiser = Quantiser(200, 4, 0.9)
-    keys = ListedKeys(quantiser, HEADS, WIDTH, torch.float32)
+def test_points_are_learned_anew_once_a_memory_has_been_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    learn, learned = Lists.learn, []
+    monkeypatch.setattr(Lists, "learn", lambda self, *given: learned.append(self) or learn(self, *given))
+    keys = ListedKeys(200, 4, 0.9, HEADS, WIDTH, torch.float32)
     generations = []
     for step in range(40):
         keys.add(random(HEADS, 20, WIDTH, seed=step))
         keys.forget(max(keys.end - 200, 0))
         keys.search(random(HEADS, 4, WIDTH), 4, max(keys.end - 200, 0), keys.end)
-        generations.append(quantiser.generation)
+        generations.append(len(learned) // HEADS)
     assert generations[9] >= 1
     assert 2 <= generations[-1] - generations[9] <= 3  # 600 keys later
 
 
 def test_a_copy_of_listed_keys_is_independent(few: None) -> None:
-    keys = ListedKeys(Quantiser(400, 4, 1.0), HEADS, WIDTH, torch.float32)
+    keys = ListedKeys(400, 4, 1.0, HEADS, WIDTH, torch.float32)
     keys.add(random(HEADS, 100, WIDTH))
     keys.search(random(HEADS, 1, WIDTH), 4, 0, 100)
     twin = keys.copy()

@@ -11,7 +11,6 @@ import torch
 import mnemic
 from mnemic.data import Document
 from mnemic.data.documents import Corpus
-from mnemic.memories.attention import quantiser as quantisers
 from mnemic.memories.attention import search as searching
 from mnemic.memories.attention.reading import Forward
 from mnemic.train.carries import join_rows, take_rows
@@ -57,7 +56,7 @@ def make(make_model: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(params=["exact", "lists"])
 def search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How a small memory is searched."""
-    monkeypatch.setattr(quantisers, "FEWEST", 30)
+    monkeypatch.setattr(searching, "FEWEST", 30)
     monkeypatch.setattr(searching, "PENDING", 16)
     return request.param
 

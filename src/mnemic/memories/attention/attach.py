@@ -21,14 +21,13 @@ from mnemic.hf.losses import IGNORED
 from mnemic.memories.attention import layer as mathematics
 from mnemic.memories.attention.config import KNNAttention
 from mnemic.memories.attention.layer import MemoryMix, unit
-from mnemic.memories.attention.quantiser import FEWEST, Quantiser
 from mnemic.memories.attention.reading import Forward
-from mnemic.memories.attention.search import ExactKeys, Keys, ListedKeys
+from mnemic.memories.attention.search import FEWEST, ExactKeys, Keys, ListedKeys
 from mnemic.memories.attention.state import State
 from mnemic.memories.attention.working import Row, WorkingMemory
 from mnemic.memories.base import Handle, Reading
 
-SPARE = 2048  # pairs that a row keeps beyond its size while the context holds them
+SPARE = 512  # pairs that a row keeps at least beyond its size, for what the context holds
 
 
 _forwards: ContextVar[dict[int, Forward] | None] = ContextVar("mnemic_attention_forwards", default=None)
@@ -43,6 +42,7 @@ class Attached(Handle):
         super().__init__(config)
         self._on = True
         self._stack_part = (places.stack,)
+        self._spare = max(SPARE, config.xl_length, getattr(places.stack.config, "xl_length", 0))
         self._last: Forward | None = None  # for layers that run again in the backward pass
         self.shared: State | None = None  # what `read` has read, for all to look into
         self.stored: State | None = None  # what a store has kept, likewise
@@ -84,7 +84,7 @@ class Attached(Handle):
 
     def state_bytes(self, rows: int) -> int:
         width = 2 if self.config.dtype == "float16" else 4
-        pairs = rows * (self.config.size + SPARE)
+        pairs = rows * (self.config.size + self._spare)
         return sum(2 * pairs * hook.kv_heads * hook.width * width for hook in self._hooks.values())
 
     def resize(self, size: int) -> None:
@@ -108,7 +108,7 @@ class Attached(Handle):
 
     def _row(self, index: int, size: int) -> Row:
         hook, dtype = self._hooks[index], getattr(torch, self.config.dtype)
-        values = torch.empty(hook.kv_heads, size + SPARE, hook.width, dtype=dtype, device=self._device)
+        values = torch.empty(hook.kv_heads, size + self._spare, hook.width, dtype=dtype, device=self._device)
         return Row(size, values, self._keys(index, size, dtype))
 
     def _keys(self, index: int, size: int, dtype: torch.dtype) -> Keys:
@@ -117,9 +117,8 @@ class Attached(Handle):
         if config.search == "auto":
             listed = self._device.type == "cpu" and size > FEWEST
         if listed and not config.dense:
-            quantiser = Quantiser(size, config.k, config.recall)
-            return ListedKeys(quantiser, hook.kv_heads, hook.width, dtype)
-        return ExactKeys(hook.kv_heads, hook.width, size + SPARE, dtype, self._device)
+            return ListedKeys(size, config.k, config.recall, hook.kv_heads, hook.width, dtype)
+        return ExactKeys(hook.kv_heads, hook.width, size + self._spare, dtype, self._device)
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, mask: Tensor | None = None, segment_length: int = 512) -> None:
@@ -249,7 +248,11 @@ class Attached(Handle):
             yield
         finally:
             _forwards.reset(token)
-            self._last = call if torch.is_grad_enabled() and self.training else None
+            self._last = call if torch.is_grad_enabled() and self.training and self._checkpoints() else None
+
+    def _checkpoints(self) -> bool:
+        (stack,) = self._stack_part
+        return any(getattr(part, "gradient_checkpointing", False) for part in stack.modules())
 
     def _current(self) -> Forward | None:
         """The forward that is under way, or the last one if a layer of it runs again in the backward pass."""

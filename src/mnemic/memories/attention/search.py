@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from typing import Any, Protocol, Self
 
-import faiss
 import torch
 from torch import Tensor
 
-from mnemic.memories.attention.quantiser import Quantiser, exactly_listed, listed_keys
+from mnemic.memories.attention.lists import Lists
 
 MISSING = -1
 GROUP = 16  # scores of which first only the highest is looked at
 SCORES = 1 << 21  # that are held at a time
 PENDING = 512  # keys that wait to be listed, and so many old ones to be taken out of their lists
+FEWEST = 4096  # keys that are worth lists
+ASKED, EACH = 256, 32  # queries by which recall is measured: of several searches, so many of each
 
 
 class Keys(Protocol):
@@ -98,25 +99,27 @@ class ExactKeys:
 
 
 class ListedKeys:
-    """Keys in lists around points of a quantiser; a query looks into the lists of the points nearest to it.
+    """Keys in lists around points, in which a query looks where the points are nearest to it.
 
-    The quantiser is the row's own and stays when the row begins another document.
-    The newest keys wait, and are compared one and all, until there are enough of them to be listed.
+    The newest keys wait, and are compared one and all, until there are enough of them to be listed. Points are the
+    row's own, are kept from document to document, and are learned again when the memory has grown fourfold since, when
+    it is full, and whenever it has been replaced once: keys change while a model learns.
     """
 
-    def __init__(self, quantiser: Quantiser, heads: int, width: int, dtype: torch.dtype) -> None:
-        self.quantiser = quantiser
-        self.shape, self.dtype = (heads, width), dtype
+    def __init__(self, size: int, k: int, recall: float, heads: int, width: int, dtype: torch.dtype) -> None:
+        self.size, self.k, self.wanted, self.dtype = size, k, recall, dtype
+        self.heads = [Lists(width, dtype) for _ in range(heads)]
+        self.width = width
+        self.learned_from = self.written = 0  # keys that points were learned from, and that were listed since
         self.clear()
 
     def clear(self) -> None:
-        """Counts from 0 again; the quantiser stays."""
-        heads, width = self.shape
-        self.waiting = torch.empty(heads, 0, width, dtype=self.dtype)
-        self.lists: list[Any] = []  # one FAISS index a head
-        self.made_with = -1  # the generation of the quantiser
+        """Counts from 0 again; the points stay."""
+        self.waiting = torch.empty(len(self.heads), 0, self.width, dtype=self.dtype)
         self.first = self.removed = self.listed = 0  # all keys before these numbers are: forgotten, taken out, listed
-        self.queries: Tensor | None = None  # the last ones asked, to measure recall by
+        self.any_listed = False
+        self.loose = 0  # keys listed since lists were made small
+        self.queries: Tensor | None = None  # some of the last ones asked, to measure recall by
 
     @property
     def end(self) -> int:
@@ -130,33 +133,28 @@ class ListedKeys:
     def forget(self, first: int) -> None:
         """Lets go of the keys before number `first`."""
         self.first = max(self.first, first)
-        if self.lists and self.first - self.removed >= PENDING:
-            self._remove()
-
-    def _remove(self) -> None:
-        self.removed = self.first
-        for one in self.lists:
-            one.remove_ids(faiss.IDSelectorRange(0, self.first))
+        if self.any_listed and self.first - self.removed >= PENDING:
+            self.removed = self.first
+            for lists in self.heads:
+                lists.remove(self.first)
 
     def search(self, queries: Tensor, k: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """The numbers and the keys with the highest inner products, as far as the lists tell."""
-        self.queries = queries[:, -64:].detach()
+        asked = queries[:, :: max(queries.shape[1] // EACH, 1)].detach().float()
+        self.queries = asked if self.queries is None else torch.cat([self.queries, asked], 1)[:, -ASKED:]
         self._list(end)
-        begin = max(first - self.listed, 0)
-        waiting = self.waiting[:, begin : end - self.listed].to(queries.dtype)
+        begin = max(first, self.listed)
+        waiting = self.waiting[:, begin - self.listed : end - self.listed].to(queries.dtype)
         numbers = torch.full((*queries.shape[:2], k), MISSING)
         keys = torch.zeros(*queries.shape[:2], k, queries.shape[2], dtype=queries.dtype)
         stale = min(self.first - self.removed, k)  # what may be found though it is forgotten
         for head, query in enumerate(queries):
-            ids, vectors = self._listed(head, query, k + stale, first, end)
-            found = nearest(query, [waiting[head]], k)
-            if not ids.shape[1]:
-                width = found.shape[1]
-                numbers[head, :, :width], keys[head, :, :width] = found + self.listed + begin, waiting[head][found]
-                continue
-            if found.shape[1]:
-                ids = torch.cat([ids, found + self.listed + begin], 1)
-                vectors = torch.cat([vectors, waiting[head][found]], 1)
+            new = nearest(query, [waiting[head]], k)
+            ids, vectors = new + begin, waiting[head][new]
+            if self.any_listed:
+                old, theirs = self.heads[head].search(query, k + stale)
+                old = old.masked_fill_((old < first) | (old >= end), MISSING)
+                ids, vectors = torch.cat([old, ids], 1), torch.cat([theirs, vectors], 1)
             if ids.shape[1] > k:
                 scores = (vectors @ query.unsqueeze(2)).squeeze(2).masked_fill(ids == MISSING, -torch.inf)
                 best = scores.topk(k, 1).indices
@@ -165,86 +163,94 @@ class ListedKeys:
             numbers[head, :, : ids.shape[1]], keys[head, :, : ids.shape[1]] = ids, vectors
         return numbers, keys
 
-    def _listed(self, head: int, query: Tensor, k: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """The nearest of the keys that are listed; those that are not to be found are marked as missing."""
-        if not self.lists:
-            return torch.empty(len(query), 0, dtype=torch.long), query.new_empty(len(query), 0, query.shape[1])
-        _, ids, vectors = self.lists[head].search_and_reconstruct(query.float().numpy(), k)
-        if (ids < 0).any():
-            vectors[ids < 0] = 0  # FAISS leaves no numbers there
-        numbers = torch.from_numpy(ids)
-        numbers.masked_fill_((numbers < first) | (numbers >= end), MISSING)
-        return numbers, torch.from_numpy(vectors).to(query.dtype)
-
     def _list(self, end: int) -> None:
-        """Lists the waiting keys before number `end`, if there are enough; with a new quantiser, all of them."""
+        """Lists the waiting keys before number `end`, if there are enough; with new points, all keys."""
         ready = end - self.listed
         if ready < PENDING:
             return
-        held = end - max(self.first, self.removed if self.lists else 0)
-        if self.quantiser.is_due(held):
-            self.quantiser.learn(self.all(self.first)[:, : end - self.first], self.queries)
-        if not self.quantiser.learned:
+        if self._due(end - self.first):
+            self._learn(end)
+        elif not self.learned_from:
             return
-        if self.made_with != self.quantiser.generation:
-            keys = self.all(self.first)
-            self._make(keys[:, : end - self.first], keys[:, end - self.first :], end)
-            return
-        numbers = range(self.listed, end)
-        for head, one in enumerate(self.lists):
-            self.quantiser.add(one, self.waiting[head, :ready], numbers)
-        self.waiting, self.listed = self.waiting[:, ready:].clone(), end
-        self.quantiser.written += ready
+        else:
+            for head, lists in enumerate(self.heads):
+                add = lists.add if self.any_listed else lists.fill
+                add(self.waiting[head, :ready].float().numpy(), self.listed)
+            self.removed = self.removed if self.any_listed else self.first
+            self.written += ready
+            self._compact(ready, end - self.first)
+        self.waiting, self.listed, self.any_listed = self.waiting[:, ready:].clone(), end, True
 
-    def _make(self, keys: Tensor, waiting: Tensor, end: int) -> None:
-        """Lists all keys anew."""
-        self.lists = [self.quantiser.index(head, keys[head], self.dtype, self.first) for head in range(len(keys))]
-        self.waiting, self.listed, self.removed = waiting.clone(), end, self.first
-        self.made_with = self.quantiser.generation
+    def _compact(self, ready: int, held: int) -> None:
+        """Makes lists small again whenever an eighth of the keys is new."""
+        self.loose += ready
+        if self.loose >= max(held // 8, FEWEST):
+            self.loose = 0
+            for lists in self.heads:
+                lists.compact()
+
+    def _due(self, held: int) -> bool:
+        """Whether points are to be learned from the `held` keys that there are."""
+        full = held >= self.size and self.learned_from < self.size
+        return held >= FEWEST and (held >= 4 * self.learned_from or full or self.written >= self.size)
+
+    def _learn(self, end: int) -> None:
+        """Learns points from all keys before number `end` and lists these keys, head by head."""
+        for head, lists in enumerate(self.heads):
+            keys = self._keys(head, self.first)[: end - self.first]
+            asked = keys[-ASKED:] if self.queries is None else self.queries[head]
+            lists.learn(keys, self.first, asked, self.k, self.wanted)
+        self.learned_from, self.written, self.removed = end - self.first, 0, self.first
+
+    def _keys(self, head: int, first: int) -> Tensor:
+        waiting = self.waiting[head, max(first - self.listed, 0) :]
+        return torch.cat([self.heads[head].keys(first, self.listed), waiting]) if self.any_listed else waiting
 
     def all(self, first: int) -> Tensor:
         """The keys from number `first` on, in order."""
-        listed = [listed_keys(one, first, self.listed) for one in self.lists]
-        if not listed:
-            return self.waiting[:, max(first - self.listed, 0) :]
-        waiting = self.waiting[:, max(first - self.listed, 0) :]
-        return torch.cat([torch.stack(listed).to(self.dtype), waiting], 1)
+        return torch.stack([self._keys(head, first) for head in range(len(self.heads))])
 
     def recall(self, k: int) -> float | None:
         """The share of the true nearest that the last queries find, or None if nothing is listed yet."""
-        if not self.lists or self.queries is None:
+        if not self.any_listed or self.queries is None:
             return None
-        return exactly_listed(self.lists, self.queries, k, self.first, self.listed)
+        found = [
+            one.recall(asked, k, self.first, self.listed) for one, asked in zip(self.heads, self.queries, strict=True)
+        ]
+        return sum(found) / len(found)
 
     def copy(self) -> Self:
         """The same keys once more."""
-        quantiser = Quantiser(self.quantiser.size, self.quantiser.k, self.quantiser.wanted)
-        twin = type(self)(quantiser, *self.shape, self.dtype)
+        twin = type(self)(self.size, self.k, self.wanted, len(self.heads), self.width, self.dtype)
         twin.first = twin.removed = twin.listed = self.first
         twin.add(self.all(self.first))
         twin.load_learned(self.learned())
         return twin
 
     def learned(self) -> dict[str, Tensor]:
-        """The quantiser's points (lists, H, d), and how many of the keys are listed."""
-        heads, width = self.shape
-        own = self.quantiser
-        points = [torch.from_numpy(one.reconstruct_n(0, one.ntotal)) for one in own.points]
-        listed = self.listed - self.first if self.lists else 0
+        """The points (lists, H, d), how many lists are looked into, and how many of the keys are listed."""
+        points = torch.empty(0, len(self.heads), self.width)
+        if self.learned_from:
+            points = torch.stack([lists.learned() for lists in self.heads], 1)
+        listed = self.listed - self.first if self.any_listed else 0
         return {
-            "points": torch.stack(points, 1) if points else torch.empty(0, heads, width),
-            "probes": torch.tensor(own.probes or [0] * heads),
-            "learning": torch.tensor([len(points[0]) if points else 0, listed, own.learned_from, own.written]),
+            "points": points,
+            "probes": torch.tensor([lists.probes for lists in self.heads]),
+            "learning": torch.tensor([len(points), listed, self.learned_from, self.written]),
         }
 
     def load_learned(self, learned: dict[str, Tensor]) -> None:
         """Lists as many of the keys as were listed."""
-        lists, listed, learned_from, written = learned["learning"].tolist()
-        if lists:
-            self.quantiser.load(learned["points"][:lists], learned["probes"].tolist(), learned_from, written)
+        count, listed, self.learned_from, self.written = learned["learning"].tolist()
+        if not count:
+            return
+        for head, lists in enumerate(self.heads):
+            lists.load(learned["points"][:count, head], int(learned["probes"][head]))
+            if listed:
+                lists.fill(self.waiting[head, :listed].float().numpy(), self.first)
         if listed:
-            keys = self.waiting
-            self._make(keys[:, :listed], keys[:, listed:], self.first + listed)
+            self.waiting, self.listed, self.removed = self.waiting[:, listed:].clone(), self.first + listed, self.first
+            self.any_listed = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()

@@ -1,0 +1,130 @@
+"""The keys of one head in lists around points (FAISS): cheap to add to, to take from, and to search."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import faiss
+import numpy as np
+import torch
+from torch import Tensor
+
+ROOM = 1.1  # of a list, so that it need not move for each key that comes
+FIRST, AGAIN = 6, 2  # rounds of k-means: for new points, and for points that have been in use
+
+
+class Lists:
+    """Numbered keys (n, d) in lists; a query looks into the `probes` lists whose points are nearest to it.
+
+    Points are learned from the keys and stay when the keys are cleared; learned again, they begin where they were.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self.width, self.dtype = width, dtype
+        self.points: Any = None  # a FAISS index of the points
+        self.probes = 4
+        self.index: Any = None  # a FAISS index of the keys
+
+    def learn(self, keys: Tensor, first: int, queries: Tensor, k: int, wanted: float) -> None:
+        """Learns points from keys (n, d) numbered from `first`, and lists these.
+
+        `queries` (m, d) tell how many lists are worth a look: so many that they find the share `wanted` of the true
+        nearest k.
+        """
+        count = 2 ** round(math.log2(2 * math.sqrt(len(keys))))
+        own = keys.float().numpy()
+        kmeans = faiss.Clustering(self.width, count)
+        kmeans.niter, kmeans.spherical, kmeans.seed = FIRST, True, 1234
+        kmeans.min_points_per_centroid, kmeans.max_points_per_centroid = 1, 40
+        if self.points is not None and self.points.ntotal == count:
+            kmeans.niter = AGAIN
+            faiss.copy_array_to_vector(self.points.reconstruct_n(0, count).ravel(), kmeans.centroids)
+        self.points = faiss.IndexFlatIP(self.width)
+        kmeans.train(own, self.points)
+        self.fill(own, first)
+        asked, most = queries.float().numpy(), min(k, len(own))
+        _, true = faiss.knn(asked, own, most, metric=faiss.METRIC_INNER_PRODUCT)
+        self.index.nprobe = 2
+        while self.index.nprobe < count and share(self.index.search(asked, most)[1] - first, true) < wanted:
+            self.index.nprobe += max(self.index.nprobe // 2, 1)
+        self.probes = int(self.index.nprobe)
+
+    def fill(self, keys: Any, first: int) -> None:
+        """Lists keys (n, d) numbered from `first`, and no others."""
+        if self.dtype == torch.float16:
+            kind = faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT, False
+            self.index = faiss.IndexIVFScalarQuantizer(self.points, self.width, self.points.ntotal, *kind)
+        else:
+            self.index = faiss.IndexIVFFlat(self.points, self.width, self.points.ntotal, faiss.METRIC_INNER_PRODUCT)
+        self.index.is_trained, self.index.nprobe = True, self.probes
+        nearest = self.points.search(keys, 1)[1].ravel()
+        for number, count in enumerate(np.bincount(nearest, minlength=self.points.ntotal).tolist()):
+            _give_room(self.index.invlists, number, count)
+        self.add(keys, first)
+
+    def compact(self) -> None:
+        """Gives back what lists have taken and do not need: they double to grow, and keep it when they shrink."""
+        old = self.index.invlists
+        new = faiss.ArrayInvertedLists(self.index.nlist, self.index.code_size)
+        sizes = [old.list_size(number) for number in range(self.index.nlist)]
+        for number, size in enumerate(sizes):
+            _give_room(new, number, size)
+        new.merge_from(old, 0)
+        self.index.replace_invlists(new, True)
+        new.this.disown()
+
+    def add(self, keys: Any, first: int) -> None:
+        """Lists more keys (n, d), numbered from `first`."""
+        self.index.add_with_ids(np.ascontiguousarray(keys, dtype=np.float32), np.arange(first, first + len(keys)))
+
+    def remove(self, first: int) -> None:
+        """Takes out the keys before number `first`."""
+        self.index.remove_ids(faiss.IDSelectorRange(0, first))
+
+    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The numbers (T, k) of the nearest keys, -1 where there are too few, and these keys (T, k, d)."""
+        _, numbers, keys = self.index.search_and_reconstruct(queries.float().numpy(), k)
+        if (numbers < 0).any():
+            keys[numbers < 0] = 0  # FAISS leaves no numbers there
+        return torch.from_numpy(numbers), torch.from_numpy(keys).to(queries.dtype)
+
+    def keys(self, first: int, end: int) -> Tensor:
+        """The keys numbered `first` to `end`, in order."""
+        found = np.zeros((max(end - first, 0), self.index.code_size), dtype=np.uint8)
+        lists = self.index.invlists
+        for number in range(self.index.nlist):
+            if not (size := lists.list_size(number)):
+                continue
+            ids = faiss.rev_swig_ptr(lists.get_ids(number), size)
+            codes = faiss.rev_swig_ptr(lists.get_codes(number), size * self.index.code_size).reshape(size, -1)
+            kept = ids >= first
+            found[ids[kept] - first] = codes[kept]
+        return torch.from_numpy(found.view(np.float16 if self.dtype == torch.float16 else np.float32))
+
+    def recall(self, queries: Tensor, k: int, first: int, end: int) -> float:
+        """The share of the true k nearest of the keys `first` to `end` that a search finds."""
+        asked, own = queries.float().numpy(), self.keys(first, end).float().numpy()
+        most = min(k, len(own))
+        _, true = faiss.knn(asked, own, most, metric=faiss.METRIC_INNER_PRODUCT)
+        return share(self.index.search(asked, most)[1] - first, true)
+
+    def learned(self) -> Tensor:
+        """The points (lists, d)."""
+        return torch.from_numpy(self.points.reconstruct_n(0, self.points.ntotal))
+
+    def load(self, points: Tensor, probes: int) -> None:
+        """Goes on with points that were learned before."""
+        self.points, self.probes = faiss.IndexFlatIP(self.width), probes
+        self.points.add(points.contiguous().numpy())
+
+
+def _give_room(lists: Any, number: int, expected: int) -> None:
+    """Makes room in an empty list for a few more keys than are expected, which it keeps when it is emptied."""
+    lists.resize(number, int(expected * ROOM) + 4)
+    lists.resize(number, 0)
+
+
+def share(found: np.ndarray, true: np.ndarray) -> float:
+    """The share of each row of `true` that is in the same row of `found`, on average."""
+    return float(np.mean([np.isin(t, f).mean() for f, t in zip(found, true, strict=True)]))
