@@ -228,20 +228,24 @@ class ListedKeys:
         return twin
 
     def learned(self) -> dict[str, Tensor]:
-        """The points (lists, H, d), how many lists are looked into, and how many of the keys are listed."""
-        points = torch.empty(0, len(self.heads), self.width)
+        """The points (lists, H, d), how many lists are looked into, how many keys are listed, and what was asked."""
+        points = asked = torch.empty(0, len(self.heads), self.width)
+        if self.queries is not None:
+            asked = self.queries.transpose(0, 1)
         if self.learned_from:
             points = torch.stack([lists.learned() for lists in self.heads], 1)
         listed = self.listed - self.first if self.any_listed else 0
         return {
             "points": points,
             "probes": torch.tensor([lists.probes for lists in self.heads]),
-            "learning": torch.tensor([len(points), listed, self.learned_from, self.written]),
+            "asked": asked,
+            "learning": torch.tensor([len(points), listed, self.learned_from, self.written, len(asked)]),
         }
 
     def load_learned(self, learned: dict[str, Tensor]) -> None:
         """Lists as many of the keys as were listed."""
-        count, listed, self.learned_from, self.written = learned["learning"].tolist()
+        count, listed, self.learned_from, self.written, asked = learned["learning"].tolist()
+        self.queries = learned["asked"][:asked].transpose(0, 1) if asked else None
         if not count:
             return
         for head, lists in enumerate(self.heads):
