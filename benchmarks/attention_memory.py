@@ -84,33 +84,33 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
     state = model.memory.new_state(ROWS) if size else None
     stepped(model, optimiser, ids, state, WARM)  # so that all that a step needs besides what is remembered is there
-    before, state = taken(), model.memory.new_state(ROWS) if size else None
+    before, state = resident(), model.memory.new_state(ROWS) if size else None
     if state is None:
         seconds = stepped(model, optimiser, ids, state, options.steps) if training else generated(model, ids, state)
         return {"seconds": min(seconds), "all_seconds": seconds}
     fill(model, ids[:, :size], state)
     (memory,), ids = state["attention"].memories.values(), ids[:, size:]
     for row in memory.rows:
-        row.keys.queries = None
+        row.keys.queries = None  # those of `fill` were no queries
     stepped(model, optimiser, ids, state, WARM)  # their queries tell how many lists are worth a look
     began = time.perf_counter()
     for row in memory.rows:  # what happens once for as many pairs as the memory holds: points learned, keys listed anew
-        row.keys._learn(row.keys.end)
+        if hasattr(row.keys, "_learn"):
+            row.keys._learn(row.keys.end)
     learning = time.perf_counter() - began
     ids = ids[:, WARM * SEGMENT :]
     seconds = stepped(model, optimiser, ids, state, options.steps) if training else generated(model, ids, state)
     pairs = 2 * 4 * sum(size * row.values.shape[0] * row.values.shape[2] for row in memory.rows)
-    held, resident = (after / pairs - earlier / pairs for after, earlier in zip(taken(), before, strict=True))
-    found = {"pairs_bytes": pairs, "bytes_ratio": held, "resident_ratio": resident, "all_seconds": seconds}
     if not training:
-        return {"seconds": min(seconds), **found}
-    return {
-        "seconds": min(seconds) + learning / (size / SEGMENT),
-        "learning_seconds": learning,
-        "recall": [row.keys.recall(32) for row in memory.rows],
-        "probes": [[lists.probes for lists in row.keys.heads] for row in memory.rows],
-        **found,
-    }
+        return {"seconds": min(seconds), "all_seconds": seconds}
+    found = {"all_seconds": seconds, "pairs_bytes": pairs, "learning_seconds": learning}
+    listed = [row.keys for row in memory.rows if hasattr(row.keys, "recall")]
+    found |= {"recall": [keys.recall(32) for keys in listed]}
+    found |= {"probes": [[lists.probes for lists in keys.heads] for keys in listed]}
+    full = resident()
+    del state, memory, row, listed
+    found |= {"bytes_ratio": (full - resident()) / pairs, "growth_ratio": (full - before) / pairs}
+    return {"seconds": min(seconds) + learning / (size / SEGMENT), **found}
 
 
 def text(options: argparse.Namespace, length: int) -> Any:
@@ -242,24 +242,11 @@ def measure_peer(options: argparse.Namespace, size: int) -> dict[str, Any]:
     return {"seconds": min(seconds), "all_seconds": seconds}
 
 
-class _Heap(ctypes.Structure):
-    """What glibc knows of its heap (mallinfo2)."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena free small mapped mapped_bytes most fast used unused top".split()  # noqa: SIM905
-    ]
-
-
-def taken() -> tuple[int, int]:
-    """The bytes that are allocated in this process, and those of RAM that it takes, gaps between them included."""
-    libc = ctypes.CDLL("libc.so.6")
+def resident() -> int:
+    """The bytes of memory that this process takes now, without what it could give back."""
     gc.collect()
-    libc.malloc_trim(0)
-    libc.mallinfo2.restype = _Heap
-    heap = libc.mallinfo2()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return heap.used + heap.mapped_bytes, pages * os.sysconf("SC_PAGE_SIZE")
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ from mnemic.memories.attention import layer as mathematics
 from mnemic.memories.attention.config import KNNAttention
 from mnemic.memories.attention.layer import MemoryMix, unit
 from mnemic.memories.attention.reading import Forward
-from mnemic.memories.attention.search import FEWEST, ExactKeys, Keys, ListedKeys
+from mnemic.memories.attention.search import ExactKeys, Keys, ListedKeys
 from mnemic.memories.attention.state import State
 from mnemic.memories.attention.working import Row, WorkingMemory
 from mnemic.memories.base import Handle, Reading
 
+EXACT = 8192  # pairs up to which all are compared, unless the settings say otherwise
 SPARE = 512  # pairs that a row keeps at least beyond its size, for what the context holds
 
 
@@ -115,7 +116,7 @@ class Attached(Handle):
         config, hook = self.config, self._hooks[index]
         listed = config.search == "lists"
         if config.search == "auto":
-            listed = self._device.type == "cpu" and size > FEWEST
+            listed = self._device.type == "cpu" and size > EXACT
         if listed and not config.dense:
             return ListedKeys(size, config.k, config.recall, hook.kv_heads, hook.width, dtype)
         return ExactKeys(hook.kv_heads, hook.width, size + self._spare, dtype, self._device)

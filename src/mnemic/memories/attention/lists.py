@@ -43,12 +43,25 @@ class Lists:
         self.points = faiss.IndexFlatIP(self.width)
         kmeans.train(own, self.points)
         self.fill(own, first)
-        asked, most = queries.float().numpy(), min(k, len(own))
-        _, true = faiss.knn(asked, own, most, metric=faiss.METRIC_INNER_PRODUCT)
-        self.index.nprobe = 2
-        while self.index.nprobe < count and share(self.index.search(asked, most)[1] - first, true) < wanted:
-            self.index.nprobe += max(self.index.nprobe // 2, 1)
-        self.probes = int(self.index.nprobe)
+        self.probes = 2
+        self.adjust(queries, k, wanted)
+
+    def adjust(self, queries: Tensor, k: int, wanted: float) -> None:
+        """Looks into more lists if a search finds less than it shall, and into fewer if it finds more."""
+        asked = queries.float().numpy()
+        self.index.nprobe = self.index.nlist
+        true = self.index.search(asked, k)[1]
+
+        def finds(probes: int) -> float:
+            self.index.nprobe = probes
+            return share(self.index.search(asked, k)[1], true)
+
+        if (found := finds(self.probes)) > wanted + 0.02 and self.probes > 2:
+            self.probes -= max(self.probes // 5, 1)
+        while found < wanted and self.probes < self.index.nlist:
+            self.probes = min(self.probes + max(self.probes // 2, 1), self.index.nlist)
+            found = finds(self.probes)
+        self.index.nprobe = self.probes
 
     def fill(self, keys: Any, first: int) -> None:
         """Lists keys (n, d) numbered from `first`, and no others."""
@@ -126,5 +139,5 @@ def _give_room(lists: Any, number: int, expected: int) -> None:
 
 
 def share(found: np.ndarray, true: np.ndarray) -> float:
-    """The share of each row of `true` that is in the same row of `found`, on average."""
+    """The share of each row of `true` that is in the same row of `found`, on average; -1, for none, counts as found."""
     return float(np.mean([np.isin(t, f).mean() for f, t in zip(found, true, strict=True)]))

@@ -19,6 +19,7 @@ SCORES = 1 << 21  # that are held at a time
 PENDING = 512  # keys that wait to be listed, and so many old ones to be taken out of their lists
 FEWEST = 4096  # keys that are worth lists
 ASKED, EACH = 256, 32  # queries by which recall is measured: of several searches, so many of each
+CHECKED = 8  # recall is measured whenever keys have been listed so many times
 
 
 class Keys(Protocol):
@@ -111,6 +112,7 @@ class ListedKeys:
         self.heads = [Lists(width, dtype) for _ in range(heads)]
         self.width = width
         self.learned_from = self.written = 0  # keys that points were learned from, and that were listed since
+        self.listings = 0
         self.clear()
 
     def clear(self) -> None:
@@ -179,6 +181,10 @@ class ListedKeys:
             self.removed = self.removed if self.any_listed else self.first
             self.written += ready
             self._compact(ready, end - self.first)
+            self.listings += 1
+            if self.listings % CHECKED == 0 and self.queries is not None:
+                for lists, asked in zip(self.heads, self.queries[:, -EACH // 2 :], strict=True):
+                    lists.adjust(asked, self.k, self.wanted)
         self.waiting, self.listed, self.any_listed = self.waiting[:, ready:].clone(), end, True
 
     def _compact(self, ready: int, held: int) -> None:
@@ -239,12 +245,12 @@ class ListedKeys:
             "points": points,
             "probes": torch.tensor([lists.probes for lists in self.heads]),
             "asked": asked,
-            "learning": torch.tensor([len(points), listed, self.learned_from, self.written, len(asked)]),
+            "learning": torch.tensor([len(points), listed, self.learned_from, self.written, len(asked), self.listings]),
         }
 
     def load_learned(self, learned: dict[str, Tensor]) -> None:
         """Lists as many of the keys as were listed."""
-        count, listed, self.learned_from, self.written, asked = learned["learning"].tolist()
+        count, listed, self.learned_from, self.written, asked, self.listings = learned["learning"].tolist()
         self.queries = learned["asked"][:asked].transpose(0, 1) if asked else None
         if not count:
             return
