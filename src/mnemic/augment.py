@@ -29,6 +29,7 @@ from mnemic.hf.positions import separates_documents
 from mnemic.hf.xl import new_xl_cache
 from mnemic.memories.base import Handle, Masses, Reading
 from mnemic.memories.config import MemoryConfig
+from mnemic.models.cache import rows_to_generate
 from mnemic.registry import Registry
 
 if TYPE_CHECKING:
@@ -352,12 +353,10 @@ def _prepare_cache_for_generation(base: Any) -> Any:
 
     @functools.wraps(base._prepare_cache_for_generation)
     def prepare(self: Any, config: Any, inputs: dict[str, Any], mode: Any, rows: int, *more: Any) -> Any:
-        named = config.cache_implementation is not None or inputs.get("past_key_values") is not None
-        if not self.memory.xl_length or config.use_cache is False or named:
-            return base._prepare_cache_for_generation(self, config, inputs, mode, rows, *more)
-        repeats = max(config.num_beams or 1, config.num_return_sequences or 1)
-        inputs["past_key_values"] = self.memory.new_cache(rows * repeats)
-        return None
+        if self.memory.xl_length and (needed := rows_to_generate(config, inputs, rows)):
+            inputs["past_key_values"] = self.memory.new_cache(needed)
+            return None
+        return base._prepare_cache_for_generation(self, config, inputs, mode, rows, *more)
 
     return prepare
 

@@ -116,16 +116,12 @@ class AttentionHook:
 
 def probe(places: Places, hooks: list[AttentionHook]) -> None:
     """Runs the stack on two tokens; UnsupportedModel if some hook was not called."""
-    embedded = places.sample_inputs(2)[None]
-    weight = next(places.stack.parameters())
+    tokens = torch.ones(1, 2, dtype=torch.long, device=next(places.stack.parameters()).device)
     training = places.stack.training
     places.stack.eval()
     try:
         with torch.no_grad():
-            if "input_ids" in inspect.signature(places.stack.forward).parameters:
-                places.stack(input_ids=torch.zeros(1, 2, dtype=torch.long, device=weight.device))
-            else:
-                places.stack(inputs_embeds=embedded.to(weight.dtype))
+            places.stack(input_ids=tokens, attention_mask=tokens)
     finally:
         places.stack.train(training)
     if not all(hook.calls for hook in hooks):

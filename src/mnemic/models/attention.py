@@ -47,20 +47,12 @@ def attention_function(name: str | None) -> Callable[..., tuple[Tensor, Tensor |
 
 
 def _sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """torch's attention; for a mask that learns, on a CPU, one that does not take long over its gradient."""
-    if attention_mask is not None and attention_mask.requires_grad and query.device.type == "cpu" and not dropout:
-        return biased_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
-    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    return attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    if mask is not None and mask.requires_grad and query.device.type == "cpu" and not kwargs.get("dropout"):
+        return biased_attention(query, key, value, mask, kwargs["scaling"]).transpose(1, 2), None
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
 
 
 class ResidualLinear(nn.Linear):

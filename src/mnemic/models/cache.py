@@ -17,6 +17,13 @@ from mnemic.models.masks import EVERY, PADDING, real_tokens
 _MARKS = ("positions", "documents", "next_position", "document")
 
 
+def rows_to_generate(config: Any, inputs: dict[str, Any], rows: int) -> int:
+    """How many rows an XL cache for `generate` must have; 0 if the caller has chosen another cache, or none."""
+    if config.use_cache is False or config.cache_implementation or inputs.get("past_key_values") is not None:
+        return 0
+    return rows * max(config.num_beams or 1, config.num_return_sequences or 1)
+
+
 class XLCache(Cache):
     """Keeps the last `limit` tokens of every row across segments of any length; pass it as `past_key_values`.
 

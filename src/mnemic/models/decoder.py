@@ -20,7 +20,7 @@ from mnemic.errors import UsageError
 from mnemic.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax, Projections, Tables
 from mnemic.models.attention import PositionTerms, ResidualLinear, SelfAttention
 from mnemic.models.blocks import Block, ScaledEmbedding
-from mnemic.models.cache import Segment, XLCache
+from mnemic.models.cache import Segment, XLCache, rows_to_generate
 from mnemic.models.config import MnemicDecoderConfig
 from mnemic.models.cross_entropy import IGNORED, ROWS, mean_loss, normalised_cross_entropy, token_cross_entropy
 from mnemic.models.layout import Layout, plain_layout
@@ -286,10 +286,9 @@ class MnemicDecoderForCausalLM(MnemicDecoderPreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         """Generation with the XL cache that the model was trained with, if any."""
-        named = generation_config.cache_implementation is not None or model_kwargs.get("past_key_values") is not None
-        if self.config.xl_length and generation_config.use_cache is not False and not named:
-            repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            model_kwargs["past_key_values"] = self.model.new_cache(batch_size * repeats)
+        rows = rows_to_generate(generation_config, model_kwargs, batch_size)
+        if self.config.xl_length and rows:
+            model_kwargs["past_key_values"] = self.model.new_cache(rows)
             return None
         return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, mode, batch_size, max_cache_length

@@ -99,7 +99,7 @@ class Encoder:
         if hasattr(self._module, "pairs_read"):
             with self._module.pairs_read() as pairs:
                 paid = self._objective.losses(batch, None)
-            return pairs[-1], paid
+            return pairs[-1], paid if losses else None
         found = None
         with self._listening(stop=not losses) as heard, contextlib.suppress(_Heard):
             found = self._objective.losses(batch, None)

@@ -97,7 +97,11 @@ class Loop:
         self.optimizer = make_optimizer(self.parameters, config)
         self.stream = self.new_stream(self.tokenize(config.split))
         self.valid = self.tokenize("valid") if config.evaluate_every else None
-        if self.objective.memory is not None and (needed := self.objective.memory.state_bytes(self.rows)) > 1e8:
+        if (
+            self.processes.is_main
+            and self.objective.memory
+            and (needed := self.objective.memory.state_bytes(self.rows)) > 1e8
+        ):
             say(f"the memory of {self.rows} rows will take up to {needed / 1e9:.1f} GB")
         self.carries = [self.objective.new_carry(self.rows // config.accumulate) for _ in range(config.accumulate)]
         self.progress = Progress()

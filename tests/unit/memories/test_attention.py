@@ -323,3 +323,10 @@ def test_the_room_that_a_memory_takes_is_told_and_a_memory_without_room_refused(
     huge = mnemic.augment(build("llama"), mnemic.KNNAttention(size=10**12))
     with pytest.raises(UsageError, match="GB are free: lower size"):
         huge.memory.new_state(1)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_memory_of_no_pairs_generates_with_an_xl_cache(beams: int) -> None:
+    model, prompt = decoder("rotary", xl_length=4, size=0), tokens(2, 9)
+    how = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0, "num_beams": beams}
+    assert model.generate(prompt, attention_mask=torch.ones_like(prompt), **how).shape == (2, 15)

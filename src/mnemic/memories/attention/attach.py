@@ -63,7 +63,7 @@ class Attached(Handle):
             self.detach()
             raise
         weight = next(places.stack.parameters())
-        self._device, self._dtype = weight.device, weight.dtype
+        self._device = weight.device
         for index, hook in self._hooks.items():
             self.layers[str(index)] = MemoryMix(hook.heads, config.mix, config.scale).to(weight.device, weight.dtype)
 
@@ -217,8 +217,8 @@ class Attached(Handle):
         with self._reading(call):
             result = forward(**inputs)
         cache: Any = getattr(result[-1] if isinstance(result, tuple) else result, "past_key_values", None)
-        if call.state is None and reading is None and hasattr(cache, "riders"):
-            call.state = self.new_state(cache.batch_size)
+        if call.state is None and reading is None and self.config.size and hasattr(cache, "riders"):
+            call.state = self._empty(cache.batch_size)
             cache.riders.append(call.state)
         call.commit()
         if self._heard is not None:

@@ -53,10 +53,8 @@ def attend_to_pairs(queries: Tensor, keys: Tensor, values: Tensor, found: Tensor
     No gradient goes to the pairs; through the scores it goes to the queries.
     """
     scores = (keys @ queries.unsqueeze(4)).squeeze(4).masked_fill(~found, -torch.inf)
-    some = found.any(-1)
-    mass = scores.masked_fill(~some.unsqueeze(3), 0).logsumexp(
-        -1
-    )  # 0 in place of all -inf, whose gradient is no number
+    none = ~found.any(-1, keepdim=True)
+    mass = scores.masked_fill(none, 0).logsumexp(-1)  # 0: of -inf alone the gradient would be no number
     weights = (scores - mass.unsqueeze(3)).exp()
     return (weights.unsqueeze(3) @ values).squeeze(3), mass
 

@@ -49,19 +49,25 @@ class Lists:
     def adjust(self, queries: Tensor, k: int, wanted: float) -> None:
         """Looks into more lists if a search finds less than it shall, and into fewer if it finds more."""
         asked = queries.float().numpy()
-        self.index.nprobe = self.index.nlist
-        true = self.index.search(asked, k)[1]
-
-        def finds(probes: int) -> float:
-            self.index.nprobe = probes
-            return share(self.index.search(asked, k)[1], true)
-
-        if (found := finds(self.probes)) > wanted + 0.02 and self.probes > 2:
+        true = self._found(asked, k, self.index.nlist)
+        if (found := share(self._found(asked, k, self.probes), true)) > wanted + 0.02 and self.probes > 2:
             self.probes -= max(self.probes // 5, 1)
         while found < wanted and self.probes < self.index.nlist:
             self.probes = min(self.probes + max(self.probes // 2, 1), self.index.nlist)
-            found = finds(self.probes)
+            found = share(self._found(asked, k, self.probes), true)
         self.index.nprobe = self.probes
+
+    def recall(self, queries: Tensor, k: int) -> float:
+        """The share of the true nearest k that a search finds."""
+        asked = queries.float().numpy()
+        true = self._found(asked, k, self.index.nlist)
+        return share(self._found(asked, k, self.probes), true)
+
+    def _found(self, queries: Any, k: int, probes: int) -> np.ndarray:
+        """The numbers that are found when so many lists are looked into; with all of them, the true nearest."""
+        self.index.nprobe = probes
+        found: np.ndarray = self.index.search(queries, k)[1]
+        return found
 
     def fill(self, keys: Any, first: int) -> None:
         """Lists keys (n, d) numbered from `first`, and no others."""
@@ -114,13 +120,6 @@ class Lists:
             kept = ids >= first
             found[ids[kept] - first] = codes[kept]
         return torch.from_numpy(found.view(np.float16 if self.dtype == torch.float16 else np.float32))
-
-    def recall(self, queries: Tensor, k: int, first: int, end: int) -> float:
-        """The share of the true k nearest of the keys `first` to `end` that a search finds."""
-        asked, own = queries.float().numpy(), self.keys(first, end).float().numpy()
-        most = min(k, len(own))
-        _, true = faiss.knn(asked, own, most, metric=faiss.METRIC_INNER_PRODUCT)
-        return share(self.index.search(asked, most)[1] - first, true)
 
     def learned(self) -> Tensor:
         """The points (lists, d)."""

@@ -45,7 +45,7 @@ class Forward:
         if found is None:
             return None
         memory, mass = layer.attend_to_pairs(_folded(asked, found.keys.shape[1]), found.keys, found.values, found.there)
-        return self._unfolded(asked, memory, mass, found.there.any(-1))
+        return _unfolded(asked.shape, memory, mass, found.there.any(-1))
 
     def _find(self, index: int, queries: Tensor, k: int) -> Found | None:
         parts = []
@@ -74,18 +74,17 @@ class Forward:
             else:
                 attended.append((results[row], masses[row]))
         memory, mass = (torch.stack(part) for part in zip(*attended, strict=True))
-        return self._unfolded(asked, memory, mass, torch.stack(there))
+        return _unfolded(asked.shape, memory, mass, torch.stack(there))
 
     def _pairs(self, index: int, rows: int) -> list[tuple[Tensor, Tensor]]:
         """The pairs that each row sees, as copies: the memory moves on before the gradient comes back."""
         memories = [] if self.state is None else [(self.state.memories[index], self.held)]
         memories += [(state.memories[index], None) for state in self.shared]
         found = []
-        for row in range(rows):
-            seen = [memory.visible_pairs(row, rows, held) for memory, held in memories]
-            keys, values = (torch.cat(side, 1) for side in zip(*seen, strict=True)) if seen else (None, None)
-            found.append((keys, values))
-        return [pair for pair in found if pair[0] is not None]  # type: ignore[misc]
+        for row in range(rows if memories else 0):
+            keys, values = zip(*(memory.visible_pairs(row, rows, held) for memory, held in memories), strict=True)
+            found.append((torch.cat(keys, 1), torch.cat(values, 1)))
+        return found
 
     def _after_a_start(self, queries: int) -> Tensor:
         """Which of the queries (B, heads in a group * tokens) belong to a document that began in this forward."""
@@ -95,10 +94,6 @@ class Forward:
 
     def _kv_heads(self, index: int) -> int:
         return self.new[index][0].shape[1]
-
-    def _unfolded(self, asked: Tensor, memory: Tensor, mass: Tensor, there: Tensor) -> Attended:
-        shape = asked.shape
-        return memory.reshape(shape), mass.reshape(shape[:3]), there.reshape(shape[:3])
 
     def observed(self, k: int) -> dict[str, Tensor]:
         """What the first row found: numbers and weights (layers, H, T, k), and shares (layers, H, T) of the memory."""
@@ -146,3 +141,8 @@ class Forward:
 def _folded(queries: Tensor, kv_heads: int) -> Tensor:
     """Queries of heads (B, H, T, d) that share keys, one after the other: (B, kv heads, H / kv heads * T, d)."""
     return queries.reshape(len(queries), kv_heads, -1, queries.shape[3])
+
+
+def _unfolded(shape: torch.Size, memory: Tensor, mass: Tensor, there: Tensor) -> Attended:
+    """What folded queries took, by head again."""
+    return memory.reshape(shape), mass.reshape(shape[:3]), there.reshape(shape[:3])

@@ -220,9 +220,7 @@ class ListedKeys:
         """The share of the true nearest that the last queries find, or None if nothing is listed yet."""
         if not self.any_listed or self.queries is None:
             return None
-        found = [
-            one.recall(asked, k, self.first, self.listed) for one, asked in zip(self.heads, self.queries, strict=True)
-        ]
+        found = [lists.recall(asked, k) for lists, asked in zip(self.heads, self.queries, strict=True)]
         return sum(found) / len(found)
 
     def copy(self) -> Self:
