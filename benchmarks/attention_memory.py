@@ -137,7 +137,7 @@ def made(options: argparse.Namespace, size: int) -> Any:
     model = mnemic.load(Path(options.folder) / "run" / "model")
     if not size:
         return model.memory.detach().train()
-    model.memory.attention.resize(size)
+    model.memory.change("attention", size=size)
     return model.train()
 
 

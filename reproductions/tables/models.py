@@ -100,7 +100,7 @@ class Model:
             torch.manual_seed(self.seed)
             model = new_model(self.tokenizer, kind, usual | self.settings.model_settings)
         if isinstance(model, AugmentedModel):  # it has learned to use its memory, which is enlarged
-            model.memory.attention.resize(self.memory.size)
+            model.memory.change("attention", size=self.memory.size)
         elif self.memory is not None:
             augment(model, self.memory)
         return model

@@ -45,16 +45,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--save keeps the memory that --tune finds: give both")
     if arguments.save and Path(arguments.save).exists():
         raise UsageError(f"{arguments.save} exists already: choose a new folder")
-    from mnemic.augment import augment
-    from mnemic.cli.loading import load_model
+    from mnemic.cli.loading import give_memories, load_model
     from mnemic.data import open_corpus
     from mnemic.evaluate import evaluate
 
     corpus = open_corpus(arguments.corpus, arguments.corpus_path)
-    memories = [read_memory(text) for text in arguments.memory]
+    for text in arguments.memory:
+        read_memory(text)  # a mistake is told before anything is loaded
     model, tokenizer = load_model(arguments.model)
-    if memories:
-        augment(model, *memories)
+    give_memories(model, arguments.memory)
     tuned = tuned_on_valid(model, tokenizer, corpus, config) if arguments.tune else {}
     if arguments.save:
         model.save_pretrained(arguments.save)

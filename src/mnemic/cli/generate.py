@@ -82,15 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
     config = GenerateConfig.from_dict(given(arguments, GenerateConfig))
     if arguments.no_memory and (arguments.memory or arguments.compare):
         raise UsageError("--no-memory does not go with --memory or --compare: leave it out; --compare writes both ways")
-    memories = [read_memory(text) for text in arguments.memory]
+    for text in arguments.memory:
+        read_memory(text)  # a mistake is told before anything is loaded
     prompt = read_prompt() if arguments.prompt == "-" else arguments.prompt
-    from mnemic.augment import augment
-    from mnemic.cli.loading import load_model
+    from mnemic.cli.loading import give_memories, load_model
 
     model, tokenizer = load_model(arguments.model)
     before = prompt if writer(model) is continue_text else ""
-    if memories:
-        augment(model, *memories)
+    give_memories(model, arguments.memory)
     for path in arguments.read:
         read_file(model, tokenizer, path)
     used = [] if arguments.no_memory else memories_of(model)

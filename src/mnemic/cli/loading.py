@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mnemic.cli.options import read_settings
+from mnemic.cli.options import read_memory_settings, read_settings
 from mnemic.errors import DamagedError, UsageError, unknown_name
 
 NEW_MODELS = ("decoder", "encoder-decoder", "sru", "preset")
@@ -41,6 +41,23 @@ def load_model(name: str) -> tuple[Any, Any]:
     except SafetensorError as error:
         raise DamagedError(f"the weights of the model {name} are damaged ({error}): get or save it again") from error
     return model, load_tokenizer(source)
+
+
+def give_memories(model: Any, texts: list[str]) -> None:
+    """Puts the memories into a model that stood after --memory; one that is there and has learned is changed."""
+    from mnemic.augment import augment
+
+    handles = model.memory.handles if hasattr(model, "memory") else {}
+    new = []
+    for text in texts:
+        config, settings = read_memory_settings(text)
+        handle = handles.get(config.memory())
+        if handle is not None and any(True for _ in handle.parameters()):
+            model.memory.change(config.memory(), **settings)
+        else:
+            new.append(config(**settings))
+    if new:
+        augment(model, *new)
 
 
 def model_folder(name: str) -> Path | None:

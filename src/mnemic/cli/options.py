@@ -117,17 +117,24 @@ def add_memory_option(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[:KEY=VALUE,...]",
         help="put this memory into the model first, as output:external=docs.store,weight=0.3 (see `mnemic list "
-        "memories`); may be given several times; an output memory takes the place of the one that is in the model",
+        "memories`); may be given several times; an output memory takes the place of the one that is in the model, an "
+        "attention memory that has learned is changed: attention:external=book.store, attention:size=262144",
     )
 
 
 def read_memory(text: str) -> Any:
     """The memory config that "tokens:count=10,..." writes."""
+    config, settings = read_memory_settings(text)
+    return config(**settings)
+
+
+def read_memory_settings(text: str) -> tuple[Any, dict[str, Any]]:
+    """The class of memory config that "tokens:count=10,..." names, and the settings in it."""
     from mnemic.memories import registry
 
     name, _, settings = text.partition(":")
     config = registry().load(name)
-    return config(**read_settings("--memory", name, settings, config.types()))
+    return config, read_settings("--memory", name, settings, config.types())
 
 
 def write_memory(name: str, config: Any) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mnemic.cli.loading import load_model, new_model, read_new_model
+from mnemic.cli.loading import give_memories, load_model, new_model, read_new_model
 from mnemic.cli.options import add_config_options, given, read_memory
 from mnemic.config import option
 from mnemic.errors import UsageError
@@ -86,11 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not experiment.corpus:
         raise UsageError("no corpus was given: `mnemic train CORPUS ...`, for example a text file or stdlib")
-    memories = [read_memory(text) for text in experiment.memory]
+    for text in experiment.memory:
+        read_memory(text)  # a mistake is told before anything is loaded
     new = read_new_model(experiment.model)
     import torch
 
-    from mnemic.augment import augment
     from mnemic.data import open_corpus
     from mnemic.files import write_text
     from mnemic.train import train
@@ -107,8 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             keep_tokenizer(experiment, corpus, new_model=new is not None)
         processes.collect(None)  # the others find it in the run's folder
         model, tokenizer = make_model(experiment, new)
-        if memories:
-            augment(model, *memories)
+        give_memories(model, experiment.memory)
         if processes.is_main and not (out / SETTINGS).exists():
             write_text(out / SETTINGS, experiment.to_toml())  # for --resume
     done = train(model, tokenizer, corpus, experiment.train_config())

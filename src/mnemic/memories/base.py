@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from mnemic.errors import UsageError
 from mnemic.memories.config import MemoryConfig
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class Handle(nn.Module):
 
     def connect(self, store: Any) -> None:
         """Gives the memory the store that its config names."""
+
+    def change(self, **settings: Any) -> None:
+        """Changes settings and keeps what was learned; UsageError for those that it depends on."""
+        raise UsageError(f"the {self.config.memory()} memory has learned with its settings: detach() it to change them")
 
     def read(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Reads texts (B, T), `mask` 0 on padding, for every later forward to look into; goes on from what was read."""

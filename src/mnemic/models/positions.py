@@ -65,16 +65,21 @@ def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class T5Bias(nn.Module):
-    """A learned number per head and bucket of distances, added to the scores of all layers (arXiv 1910.10683)."""
+    """A learned number per head and bucket of distances, added to the scores of all layers (arXiv 1910.10683).
+
+    It is the table's entry times the square root of the width: an optimiser that moves all weights alike would take
+    thousands of steps to tell neighbours from others by the entry alone.
+    """
 
     def __init__(self, config: MnemicDecoderConfig) -> None:
         super().__init__()
         self.max_distance = config.relative_max_distance
+        self.scale = config.hidden_size**0.5
         self.weight = nn.Parameter(torch.empty(config.num_attention_heads, config.relative_buckets))
 
     def forward(self, distances: Tensor) -> Tensor:
         """The bias (B or 1, heads, T, K) for distances (B or 1, T, K)."""
-        bias = self.weight.index_select(1, self.buckets(distances).flatten())
+        bias = (self.weight * self.scale).index_select(1, self.buckets(distances).flatten())
         return bias.view(-1, *distances.shape).transpose(0, 1)
 
     def buckets(self, distances: Tensor) -> Tensor:

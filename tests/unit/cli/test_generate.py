@@ -207,3 +207,26 @@ def test_reading_needs_an_attention_memory_and_a_text(plain: Path, reader: Path,
     for path in ("missing.txt", "bytes"):
         text = ["--read", tmp_path / path]
         fails(capsys, 2, "give a file of UTF-8 text", arguments=["generate", reader, "a", *text])
+
+
+def test_a_memory_that_has_learned_looks_into_a_store_of_a_text(reader: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "book.txt").write_text((PROMPT + ANSWER + " ") * 30)
+    store = tmp_path / "book.store"
+    built = [
+        "store",
+        "build",
+        store,
+        tmp_path / "book.txt",
+        "--split",
+        "all",
+        "--model",
+        reader,
+        "--layer",
+        "attention",
+    ]
+    output(capsys, *built)
+    asked = ["generate", reader, PROMPT, "--greedy", "--max-new-tokens", 10, "--json"]
+    answer = json.loads(output(capsys, *asked, "--memory", f"attention:external={store},k=8"))
+    assert answer["memory"] == [f"attention:layers=[0],k=8,size=500,external={store}"]
+    mistake = ["generate", reader, "a", "--memory", "attention:mix=joint"]
+    fails(capsys, 2, "mix of an attention memory that has learned cannot be changed", arguments=mistake)

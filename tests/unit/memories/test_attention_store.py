@@ -111,3 +111,34 @@ def test_a_model_is_saved_with_its_store(tokenizer: Any, corpus: Corpus, tmp_pat
     loaded = mnemic.load(tmp_path / "saved").eval()
     with torch.no_grad():
         assert torch.equal(loaded(question).logits, model(question).logits)
+
+
+def test_a_memory_that_has_learned_is_given_a_store_and_another_size(
+    tokenizer: Any, corpus: Corpus, tmp_path: Path
+) -> None:
+    model = make(tokenizer)
+    with torch.no_grad():
+        model.memory.attention.layers["2"].gate.fill_(2.0)
+    mnemic.build_store(model, tokenizer, corpus, tmp_path / "a", layer="attention").close()
+    question = torch.tensor([tokenizer("a tent of").input_ids])
+    with torch.no_grad():
+        without = model(question).logits
+        model.memory.change("attention", external=str(tmp_path / "a"), size=70, k=3)
+        assert (model(question).logits - without).abs().max() > 1e-3
+    assert model.memory.attention.config.size == 70
+    assert model.memory.attention.layers["2"].gate.tolist() == [2.0] * 4
+
+    stored = model.memory.attention.stored
+    mnemic.build_store(model, tokenizer, corpus, tmp_path / "b", layer="ffn").close()
+    with pytest.raises(UsageError, match="layer = 'attention'"):
+        model.memory.change("attention", external=str(tmp_path / "b"), size=9)
+    config = model.memory.attention.config
+    assert (config.external, config.size) == (str(tmp_path / "a"), 70)
+    assert model.memory.attention.stored.tensors().keys() == stored.tensors().keys()
+    with pytest.raises(UsageError, match="layers, mix of an attention memory that has learned"):
+        model.memory.change("attention", mix="tanh", layers=[1])
+    with pytest.raises(UsageError, match="memory of this model"):
+        model.memory.change("output", k=3)
+    with torch.no_grad():
+        model.memory.change("attention", external=None)
+        assert torch.equal(model(question).logits, without)

@@ -45,7 +45,7 @@ def score(model: MnemicDecoderForCausalLM, layer: int, head: int, query: Tensor,
     plain = float(query @ key) / math.sqrt(len(query))
     if config.position == "t5":
         where = bucket(q - k, config.relative_buckets, config.relative_max_distance)
-        return plain + float(model.model.relative_bias.weight[head, where])
+        return plain + math.sqrt(config.hidden_size) * float(model.model.relative_bias.weight[head, where])
     return plain
 
 

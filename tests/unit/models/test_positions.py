@@ -26,14 +26,14 @@ def test_t5_buckets_are_those_of_t5(count: int, farthest: int) -> None:
 
 
 def test_t5_bias_is_looked_up_for_each_pair_and_row() -> None:
-    bias = T5Bias(MnemicDecoderConfig(position="t5", num_attention_heads=4))
+    bias = T5Bias(MnemicDecoderConfig(position="t5", num_attention_heads=4, hidden_size=256))
     with torch.no_grad():
         bias.weight.normal_()
     distances = torch.randint(-5, 300, (2, 3, 7))
     found, buckets = bias(distances), bias.buckets(distances)
     assert found.shape == (2, 4, 3, 7)
     for row, head, query, key in [(0, 0, 0, 0), (1, 3, 2, 6), (0, 2, 1, 5)]:
-        assert found[row, head, query, key] == bias.weight[head, buckets[row, query, key]]
+        assert found[row, head, query, key] == 16 * bias.weight[head, buckets[row, query, key]]
 
 
 def test_sinusoids_are_the_papers() -> None:

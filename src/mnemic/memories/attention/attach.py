@@ -28,6 +28,7 @@ from mnemic.memories.attention.working import Row, WorkingMemory
 from mnemic.memories.base import Handle, Reading
 
 EXACT = 8192  # pairs up to which all are compared, unless the settings say otherwise
+CHANGEABLE = {"k", "size", "dtype", "search", "recall", "external"}  # settings that nothing learned depends on
 SPARE = 512  # pairs that a row keeps at least beyond its size, for what the context holds
 
 
@@ -88,10 +89,16 @@ class Attached(Handle):
         pairs = rows * (self.config.size + self._spare)
         return sum(2 * pairs * hook.kv_heads * hook.width * width for hook in self._hooks.values())
 
-    def resize(self, size: int) -> None:
-        """From now on rows keep `size` pairs; what was learned stays (the paper's Table 5)."""
-        self.config = dataclasses.replace(self.config, size=size)
+    def change(self, **settings: Any) -> None:
+        if fixed := settings.keys() - CHANGEABLE:
+            raise UsageError(
+                f"{', '.join(sorted(fixed))} of an attention memory that has learned cannot be changed, only "
+                f"{', '.join(sorted(CHANGEABLE))}: detach() it and put in another"
+            )
+        self.config = dataclasses.replace(self.config, **settings)
         self.shared = None
+        if "external" in settings:
+            self.stored = None
 
     def new_state(self, rows: int) -> State | None:
         """Empty memories for so many rows; UsageError if there is no room for them."""
