@@ -239,7 +239,32 @@ def measure_peer(options: argparse.Namespace, size: int) -> dict[str, Any]:
                 model(part[:, :-1], labels=part[:, 1:], knn_memories=memories).backward()
                 optimiser.step()
                 seconds.append(time.perf_counter() - start)
-    return {"seconds": min(seconds), "all_seconds": seconds}
+            recall = [peer_recall(model, ids[:, -SEGMENT:], memories)] if size else []
+    return {"seconds": min(seconds), "all_seconds": seconds, "recall": recall}
+
+
+def peer_recall(model: Any, ids: Any, memories: Any) -> float:
+    """The share of the 32 nearest keys that the peer finds for one more segment, without memories of it."""
+    import faiss
+    import numpy as np
+    import torch
+
+    shares = []
+    for index in memories[0].knns:
+        search = index.search
+
+        def compared(queries: Any, k: int, *rest: Any, index: Any = index, search: Any = search, **more: Any) -> Any:
+            found = search(queries, k, *rest, **more)
+            exact = faiss.IndexFlatIP(index.index.d)
+            exact.add(index.index.storage.reconstruct_n(0, index.index.ntotal))
+            pairs = zip(exact.search(queries, k)[1], found, strict=True)
+            shares.append(float(np.mean([np.isin(near, some).mean() for near, some in pairs])))
+            return found
+
+        index.search = compared
+    with torch.no_grad():
+        model(ids, knn_memories=memories, add_knn_memory=False)
+    return sum(shares) / len(shares)
 
 
 def resident() -> int:
