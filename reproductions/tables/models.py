@@ -1,7 +1,7 @@
 """The models of the tables: each is trained once for all tables, and tested with several memories.
 
 runs/tokenizer-<settings>/
-runs/drilled-<settings>-seed<seed>/
+runs/drilled-<settings>-seed<seed>.safetensors
 runs/<name>-<settings>-seed<seed>/
     model/  report.json  ...     the run of `mnemic.train`
     stores/<text>-<metric>-<settings>/
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables.drill import loops
+from tables.drill import Drill, drilled
 from tables.settings import Settings, identity
 
 import mnemic
@@ -77,9 +77,10 @@ class Model:
         steps = {name: value for name, value in config.to_dict().items() if name not in HOW_OFTEN}
         learned = self.memory.to_dict() if self.memory else {}
         from_where = [] if self.start is None else [self.start.identity]
-        self.shape = [vocabulary, settings.model, settings.model_settings]
         drill = [settings.drill] if settings.drill else []
-        self.identity = identity(*self.shape, steps, learned, *from_where, *drill)
+        self.identity = identity(
+            vocabulary, settings.model, settings.model_settings, steps, learned, *from_where, *drill
+        )
         self.folder = runs / f"{trained.name}-{self.identity}-seed{seed}"
         self.config = replace(config, out=str(self.folder))
 
@@ -112,20 +113,13 @@ class Model:
         return model
 
     def drill(self, model: Any) -> None:
-        """Teaches a new model to look back, or takes the weights of one like it: nothing is read beyond a segment."""
-        unused = {"size", "external"}
-        learned = {} if self.memory is None else self.memory.to_dict()
-        vocabulary, kind, settings = self.shape
-        shape = {name: value for name, value in settings.items() if name != "xl_length"}
-        learned = {name: value for name, value in learned.items() if name not in unused}
-        name = identity(vocabulary, kind, shape, learned, self.settings.drill)
-        folder = self.runs / f"drilled-{name}-seed{self.seed}"
-        if not (folder / "model").is_dir():
-            options = {"batching": "documents", **self.settings.drill, "seed": self.seed, "resume": True}
-            config = mnemic.TrainConfig(**options, out=str(folder))
-            train(model, self.tokenizer, loops(self.tokenizer, config), config)
-        with no_other_bars():
-            model.load_state_dict(load_model(str(folder))[0].state_dict())
+        """Teaches a new model to look back, or takes the weights of one that differs only in what it may keep."""
+        learned = {} if self.memory is None else self.memory.to_dict() | {"size": 0}
+        shape = self.settings.model_settings | {"xl_length": 0}
+        name = identity(len(self.tokenizer), self.settings.model, shape, learned, self.settings.drill)
+        drilled(
+            model, Drill(**self.settings.drill), self.seed, self.runs / f"drilled-{name}-seed{self.seed}.safetensors"
+        )
 
     @cached_property
     def tokenizer(self) -> Any:

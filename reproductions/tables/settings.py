@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from tables.drill import Drill
 from tables.texts import Text
 
 from mnemic.config import Config, option
@@ -33,7 +34,7 @@ class Settings(Config):
     vocab_size: int | None = option(None, "size of its vocabulary; unset: all words")
     train: dict[str, Any] = option({}, "how models are trained: see TrainConfig; `batching` holds for all of them")
     finetune: dict[str, Any] = option({}, "what differs from that for models that go on from another one")
-    drill: dict[str, Any] = option({}, "how new models learn to look back first, if they do: see TrainConfig")
+    drill: dict[str, Any] = option({}, "how new models learn to look back first, if they do: see Drill")
     consecutive: int = option(1, "consecutive segments in a batch, for models trained with long-term memory (m)")
     local_dropout: float = option(0.9, "how often models trained with external memory go without their local one (p)")
     evaluate: dict[str, Any] = option({}, "how models are tested: see EvaluateConfig")
@@ -51,7 +52,7 @@ class Settings(Config):
         for config, settings in (
             (TrainConfig, self.train),
             (TrainConfig, self.train | self.finetune),
-            (TrainConfig, self.drill),
+            (Drill, self.drill),
             (EvaluateConfig, self.evaluate),
             (EvaluateConfig, self.tune),
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from tests.reproductions.test_trime import HERE, imported, runner
 
+from tables.drill import Drill, repeating  # isort: skip
 from tables.settings import Settings  # isort: skip
 
 NAMES = sorted(path.parent.name for path in HERE.glob("memorizing/*/run.py"))
@@ -29,6 +31,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(root: Path, name: str) -> dict[str, Any]:
     runner.run(root, ["memorizing", name, "smoke", "--runs", str(root / "runs")])
     return json.loads((root / "memorizing" / name / "results" / "smoke.json").read_text())
+
+
+def test_a_drill_is_of_rows_that_repeat_themselves() -> None:
+    drill = Drill(steps=1, batch_size=50, length=128)
+    rows = repeating(random.Random(0), 500, drill).tolist()
+    assert rows == repeating(random.Random(0), 500, drill).tolist()
+    for row in rows:
+        assert any(row[period:] == row[:-period] for period in range(8, 41))
+
+
+def test_a_drill_is_shared_by_memories_of_all_sizes(root: Path) -> None:
+    run(root, "table4")
+    drilled = list((root / "runs").glob("drilled-*"))
+    assert len(drilled) == 2  # with and without a memory
 
 
 def test_all_rows_of_the_paper_are_there() -> None:
