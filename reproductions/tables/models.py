@@ -1,7 +1,7 @@
 """The models of the tables: each is trained once for all tables, and tested with several memories.
 
 runs/tokenizer-<settings>/
-runs/drilled-<settings>-seed<seed>.safetensors
+runs/drilled-<settings>-seed<seed>/
 runs/<name>-<settings>-seed<seed>/
     model/  report.json  ...     the run of `mnemic.train`
     stores/<text>-<metric>-<settings>/
@@ -117,9 +117,7 @@ class Model:
         learned = {} if self.memory is None else self.memory.to_dict() | {"size": 0}
         shape = self.settings.model_settings | {"xl_length": 0}
         name = identity(len(self.tokenizer), self.settings.model, shape, learned, self.settings.drill)
-        drilled(
-            model, Drill(**self.settings.drill), self.seed, self.runs / f"drilled-{name}-seed{self.seed}.safetensors"
-        )
+        drilled(model, Drill(**self.settings.drill), self.seed, self.runs / f"drilled-{name}-seed{self.seed}")
 
     @cached_property
     def tokenizer(self) -> Any:
