@@ -90,7 +90,7 @@ def test_padding_takes_no_room() -> None:
 def test_generation_goes_on_for_longer_than_the_context(architecture: str, beams: int) -> None:
     model = with_cache(architecture, 8)
     with torch.no_grad():
-        model.memory.attention.layers["1"].gate.fill_(0.7)
+        model.memory.attention.layers["1"].gate.fill_(0.07)
     prompt = tokens(2, 40)
     how = {"do_sample": False, "max_new_tokens": 30, "min_new_tokens": 30, "num_beams": beams, "pad_token_id": 0}
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), prefill_chunk_size=10, **how)

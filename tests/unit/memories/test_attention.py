@@ -38,7 +38,7 @@ def decoder(position: str = "t5", xl_length: int = 0, **memory: Any) -> Any:
     model = mnemic.augment(model, mnemic.KNNAttention(**{"layers": [1], "k": 3, **EVERYTHING, **memory}))
     with torch.no_grad():
         for mix in model.memory.attention.layers.values():
-            mix.gate.copy_(torch.randn(4, generator=torch.Generator().manual_seed(1)))
+            mix.gate.copy_(0.1 * torch.randn(4, generator=torch.Generator().manual_seed(1)))
     return model.double().eval()
 
 
@@ -90,7 +90,7 @@ def test_the_layer_is_the_papers(position: str, normalise: str) -> None:
     bias, rotation = terms[1]
     heads = []
     for h in range(4):
-        scale, gate = mix.log_scale[h].exp(), mix.gate[h].sigmoid()
+        scale, gate = mix.log_scale[h].exp(), mix.bias()[h].sigmoid()
         rows = []
         for t in range(6):
             q, local_scores = queries[h, t], []

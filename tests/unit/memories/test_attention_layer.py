@@ -109,7 +109,7 @@ def test_the_joint_share_makes_one_softmax_of_context_and_memory(pairs: tuple[Te
     context, context_values = random(B, H, T, D, seed=5), random(B, H, T, D, seed=6)
     mix = MemoryMix(H, "joint", 1.0).double()
     with torch.no_grad():
-        mix.gate.copy_(random(H, seed=7))
+        mix.gate.copy_(0.1 * random(H, seed=7))
     memory, mass = attend_to_pairs(queries, keys, values, found)
     near = local_mass(queries, context, None, 1.0, causal=True)
     local = torch.nn.functional.scaled_dot_product_attention(
@@ -119,7 +119,7 @@ def test_the_joint_share_makes_one_softmax_of_context_and_memory(pairs: tuple[Te
     for b in range(B):
         for h in range(H):
             for t in range(T):
-                q, raised = queries[b, h, t], mix.gate[h].item()
+                q, raised = queries[b, h, t], mix.bias()[h].item()
                 weights = [math.exp(float(q @ context[b, h, j])) for j in range(t + 1)]
                 weights += [
                     math.exp(float(q @ keys[b, h, t, j]) + raised) if found[b, h, t, j] else 0.0 for j in range(K)
@@ -133,11 +133,11 @@ def test_the_joint_share_makes_one_softmax_of_context_and_memory(pairs: tuple[Te
 def test_a_gate_mixes_each_head_by_its_own_number(mix: str, share: object) -> None:
     layer = MemoryMix(H, mix, 1.0).double()
     with torch.no_grad():
-        layer.gate.copy_(torch.tensor([-1.0, 0.5, 2.0]))
+        layer.gate.copy_(torch.tensor([-0.1, 0.05, 0.2]))
     local, memory = random(B, H, T, D), random(B, H, T, D, seed=1)
     got = mixed(local, memory, layer.share(local[..., 0], lambda: local[..., 0]), torch.ones(B, H, T, dtype=torch.bool))
     for h in range(H):
-        g = share(layer.gate[h].item())  # type: ignore[operator]
+        g = share(layer.bias()[h].item())  # type: ignore[operator]
         torch.testing.assert_close(got[:, h].detach(), g * memory[:, h] + (1 - g) * local[:, h])
 
 

@@ -13,11 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+PACE = 10.0
 BLOCK = 4096  # pairs that dense attention weighs at a time
 
 
 class MemoryMix(nn.Module):
-    """What one layer learns: how sharply each head looks into the memory, and how much it takes of what it finds."""
+    """What one layer learns: how sharply each head looks into the memory, and how much it takes of what it finds.
+
+    b, which decides on the latter, is a parameter times PACE: an optimiser that moves all weights alike would take
+    thousands of steps to open or close a gate.
+    """
 
     def __init__(self, heads: int, mix: str, scale: float) -> None:
         super().__init__()
@@ -29,6 +34,10 @@ class MemoryMix(nn.Module):
         """What scores of normalised queries and keys are multiplied with, (H,)."""
         return self.log_scale.exp()
 
+    def bias(self) -> Tensor:
+        """b of each head, (H,)."""
+        return PACE * self.gate
+
     def share(self, memory_mass: Tensor, local_mass: Callable[[], Tensor]) -> Tensor:
         """The memory's share of each head's result, (H, 1) or (B, H, T); masses are logarithms of sums of exp(score).
 
@@ -36,10 +45,10 @@ class MemoryMix(nn.Module):
         local and retrieved pairs, the retrieved ones raised by b.
         """
         if self.mix == "gate":
-            return self.gate.sigmoid()[:, None]
+            return self.bias().sigmoid()[:, None]
         if self.mix == "tanh":
-            return self.gate.tanh()[:, None]
-        return (memory_mass + self.gate[:, None] - local_mass()).sigmoid()
+            return self.bias().tanh()[:, None]
+        return (memory_mass + self.bias()[:, None] - local_mass()).sigmoid()
 
 
 def unit(states: Tensor) -> Tensor:
