@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mnemic.cli.options import add_config_options, add_memory_option, given, read_memory, write_memory
@@ -127,16 +126,13 @@ def read_file(model: Any, tokenizer: Any, path: str) -> None:
     """Lets the attention memory of a model read a file."""
     import torch
 
+    from mnemic.cli.loading import read_text
     from mnemic.data.encoding import start_and_end
 
     if not hasattr(getattr(model, "memory", None), "attention"):
         raise UsageError("--read is for a model with an attention memory, which keeps what was read: see KNNAttention")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"--read {path}: {error}; give a file of UTF-8 text") from None
     start, _ = start_and_end(tokenizer)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"]
     model.memory.read(torch.tensor([[start, *ids]], device=model.device))
 
 

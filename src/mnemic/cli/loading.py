@@ -60,6 +60,14 @@ def give_memories(model: Any, texts: list[str]) -> None:
         augment(model, *new)
 
 
+def read_text(path: str) -> str:
+    """The text in a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): give a file of UTF-8 text") from None
+
+
 def model_folder(name: str) -> Path | None:
     """The folder that holds the model `name`, or None if it must be a name on the hub."""
     folder = Path(name)

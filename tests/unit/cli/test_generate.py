@@ -230,3 +230,19 @@ def test_a_memory_that_has_learned_looks_into_a_store_of_a_text(reader: Path, tm
     assert answer["memory"] == [f"attention:layers=[0],k=8,size=500,external={store}"]
     mistake = ["generate", reader, "a", "--memory", "attention:mix=joint"]
     fails(capsys, 2, "mix of an attention memory that has learned cannot be changed", arguments=mistake)
+
+
+def test_what_a_memory_found_is_shown(reader: Path, plain: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "book.txt").write_text((PROMPT + ANSWER + " ") * 30)
+    asked = ["trace", reader, tmp_path / "book.txt", "--window", 16, "--most", 3]
+    found = json.loads(output(capsys, *asked, "--json"))
+    assert (found["memory"], found["smaller"]) == (500, 0)
+    assert len(found["best"]) == 3
+    written = output(capsys, *asked, "--smaller", 32, "--plots", tmp_path / "plots")
+    assert written.count("\ntoken ") == 3
+    assert "with 500 pairs" in written
+    assert " back, weight " in written
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"loss-delta.png", "distance.png", "shares.png"}
+    fails(capsys, 2, "give the model one", arguments=["trace", plain, tmp_path / "book.txt"])
+    fails(capsys, 2, "give a file of UTF-8 text", arguments=["trace", reader, tmp_path / "missing.txt"])
+    fails(capsys, 2, "expected 1 or more", arguments=["trace", reader, tmp_path / "book.txt", "--window", 0])
