@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from tables.drill import Drill, drilled
 from tables.settings import Settings, identity
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mnemic
 from mnemic.augment import AugmentedModel, augment
@@ -31,6 +32,7 @@ from mnemic.train import train
 from mnemic.train.report import commit
 from mnemic.train.terminal import no_other_bars
 
+THEIRS = "transformers:"
 HOW_OFTEN = ("out", "resume", "checkpoint_every", "keep", "log_every", "trackers")  # changes nothing in a model
 
 
@@ -99,11 +101,8 @@ class Model:
             self.start.train()
             model = self.start.load()
         else:
-            if (new := read_new_model(self.settings.model)) is None:
-                raise UsageError(f"model = {self.settings.model!r}: expected a new one, as preset:small or decoder")
-            kind, usual = new
             torch.manual_seed(self.seed)
-            model = new_model(self.tokenizer, kind, usual | self.settings.model_settings)
+            model = self.new()
         if isinstance(model, AugmentedModel):  # it has learned to use its memory, which is enlarged
             model.memory.change("attention", size=self.memory.size)
         elif self.memory is not None:
@@ -111,6 +110,19 @@ class Model:
         if self.start is None and self.settings.drill:
             self.drill(model)
         return model
+
+    def new(self) -> Any:
+        """A new model: one of ours, or of an architecture of transformers, as transformers:gpt2."""
+        name, settings = self.settings.model, self.settings.model_settings
+        if name.startswith(THEIRS):
+            special = {token: getattr(self.tokenizer, token) for token in ("bos_token_id", "eos_token_id")}
+            size = {"vocab_size": len(self.tokenizer)}
+            config = AutoConfig.for_model(name.removeprefix(THEIRS), **settings, **size, **special)
+            return AutoModelForCausalLM.from_config(config)
+        if (new := read_new_model(name)) is None:
+            raise UsageError(f"model = {name!r}: expected a new one, as preset:small, decoder or {THEIRS}gpt2")
+        kind, usual = new
+        return new_model(self.tokenizer, kind, usual | settings)
 
     def drill(self, model: Any) -> None:
         """Teaches a new model to look back, or takes the weights of one that differs only in what it may keep."""
