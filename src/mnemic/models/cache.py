@@ -125,6 +125,8 @@ class XLCache(Cache):
         self.next_position = self.next_position.clone()
         self.documents[chosen] = PADDING
         self.next_position[chosen] = 0
+        for rider in self.riders:
+            rider.forget(chosen)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that the cache knows, to be saved; `load_tensors` puts it back exactly."""

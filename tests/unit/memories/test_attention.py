@@ -330,3 +330,22 @@ def test_a_memory_of_no_pairs_generates_with_an_xl_cache(beams: int) -> None:
     model, prompt = decoder("rotary", xl_length=4, size=0), tokens(2, 9)
     how = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0, "num_beams": beams}
     assert model.generate(prompt, attention_mask=torch.ones_like(prompt), **how).shape == (2, 15)
+
+
+@pytest.mark.parametrize(
+    "memory", [mnemic.KNNAttention(layers=[1], k=4, size=64), mnemic.OutputMemory(long=32, training="none")], ids=str
+)
+def test_a_row_of_a_cache_that_is_reset_remembers_nothing(memory: Any) -> None:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "position": "rotary"}
+    base = MnemicDecoderForCausalLM(MnemicDecoderConfig(vocab_size=50, xl_length=4, **shape))
+    model = mnemic.augment(base, memory).eval()
+    texts = torch.randint(50, (3, 2, 12))
+    cache, fresh = model.new_cache(2), model.new_cache(2)
+    with torch.no_grad():
+        for text in texts[:2]:
+            model(text, past_key_values=cache)
+        cache.reset([1])
+        found, expected = (model(texts[2], past_key_values=one).logits for one in (cache, fresh))
+    torch.testing.assert_close(found[1], expected[1])
+    assert (found[0] - expected[0]).abs().max() > 1e-4

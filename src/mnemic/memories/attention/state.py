@@ -20,6 +20,12 @@ class State:
 
     reorder_cache = batch_select_indices
 
+    def forget(self, rows: Tensor) -> None:
+        """Empties the memories of these rows."""
+        for memory in self.memories.values():
+            for row in rows.tolist():
+                memory.rows[row].clear()
+
     def tensors(self) -> dict[str, Tensor]:
         """All that it holds, a row for each row of the batch."""
         return {f"{layer}.{name}": t for layer, memory in self.memories.items() for name, t in memory.tensors().items()}

@@ -147,6 +147,10 @@ class Riding(DynamicLayer):
         """Adds new tokens."""
         self.update(keys.detach()[:, None], torch.stack([values, documents], -1)[:, None])
 
+    def forget(self, rows: Tensor) -> None:
+        """Lets nothing be found any more of what these rows hold."""
+        self.values[rows, ..., 0] = NOTHING  # type: ignore[index]
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Empty tensors, of the right type each."""
         super().lazy_initialization(key_states, value_states)
