@@ -7,6 +7,7 @@ of use to their attention. Rows that repeat a few random tokens again and again 
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from tqdm import tqdm
 
 from mnemic.config import Config, option
 from mnemic.files import new_folder
+from mnemic.train.terminal import say
 
 WEIGHTS = "model.safetensors"
+RECENT = 20
 PERIODS = (8, 40)  # tokens after which a row repeats itself
 
 
@@ -27,10 +30,11 @@ PERIODS = (8, 40)  # tokens after which a row repeats itself
 class Drill(Config):
     """How long a new model looks back in rows of random tokens before it reads."""
 
-    steps: int = option(0, "steps; 0: none")
+    steps: int = option(0, "steps at most; 0: none")
+    until: float = option(0.0, f"the loss, a mean of {RECENT} steps, at which it is learned")
     batch_size: int = option(16, "rows of a step")
     length: int = option(128, "tokens of a row")
-    learning_rate: float = option(2e-3, "of AdamW after the warm-up; it falls in the last third")
+    learning_rate: float = option(1e-3, "that of AdamW after the warm-up")
     warmup: int = option(50, "steps of warm-up")
 
 
@@ -45,18 +49,23 @@ def drilled(model: Any, drill: Drill, seed: int, folder: Path) -> None:
 
 def practise(model: Any, drill: Drill, seed: int) -> None:
     """Trains a model on rows that repeat themselves; each is a text of its own, so memories have nothing to find."""
-    draw = random.Random(seed)
+    draw, recent = random.Random(seed), deque[float](maxlen=RECENT)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     model.train()
     for step in tqdm(range(drill.steps), desc="drill", disable=None):
         for group in optimizer.param_groups:
-            falling = 3 * (drill.steps - step) / drill.steps
-            group["lr"] = drill.learning_rate * min(1, (step + 1) / drill.warmup, falling)
+            group["lr"] = drill.learning_rate * min(1, (step + 1) / drill.warmup)
         rows = repeating(draw, model.config.vocab_size, drill)
-        model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        recent.append(loss.item())
+        if len(recent) == RECENT and sum(recent) / RECENT < drill.until:
+            return
+    if drill.until:
+        say(f"the drill ended at a loss of {sum(recent) / len(recent):.2f}, above {drill.until}")
 
 
 def repeating(draw: random.Random, vocabulary: int, drill: Drill) -> Tensor:

@@ -78,7 +78,7 @@ PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
     "memorizing-small": (
         MnemicDecoderConfig,
         _T5
-        | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+        | {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
         | {"initializer_range": 0.05},
     ),
     "memorizing-256": (
