@@ -276,8 +276,9 @@ def nearest(queries: Tensor, parts: list[Tensor], k: int) -> Tensor:
         if not count:
             return torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
         return torch.cat([queries @ part.T for part in parts], 1).topk(k, 1).indices
-    rows = max(SCORES // count, 8)
-    table = torch.full((rows, GROUP * width), -torch.inf, dtype=queries.dtype, device=queries.device)
+    rows = min(max(SCORES // count, 8), len(queries))
+    table = queries.new_empty(rows, GROUP * width)
+    table[:, count:] = -torch.inf
     found = []
     for block in queries.split(rows):
         scores, begin = table[: len(block)], 0
