@@ -109,8 +109,8 @@ def test_exact_search_in_groups_finds_the_highest_scores(counts: list[int], k: i
 
 def test_exact_search_never_holds_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "SCORES", 1 << 14)
-    tables, full = [], torch.full
-    monkeypatch.setattr(torch, "full", lambda shape, *a, **k: tables.append(shape) or full(shape, *a, **k))
+    tables, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, *a, **k: tables.append(shape) or empty(shape, *a, **k))
     parts, asked = [random(4000, WIDTH)], random(64, WIDTH, seed=1)
     torch.testing.assert_close(nearest(asked, parts, 5), (asked @ parts[0].T).topk(5).indices)
     assert max(rows * width for rows, width in tables) < 64 * 4000 / 4

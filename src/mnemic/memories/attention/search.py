@@ -277,7 +277,7 @@ def nearest(queries: Tensor, parts: list[Tensor], k: int) -> Tensor:
             return torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
         return torch.cat([queries @ part.T for part in parts], 1).topk(k, 1).indices
     rows = min(max(SCORES // count, 8), len(queries))
-    table = queries.new_empty(rows, GROUP * width)
+    table = torch.empty((rows, GROUP * width), dtype=queries.dtype, device=queries.device)
     table[:, count:] = -torch.inf
     found = []
     for block in queries.split(rows):
