@@ -93,24 +93,47 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for row in memory.rows:
         row.keys.queries = None  # those of `fill` were no queries
     stepped(model, optimiser, ids, state, WARM)  # their queries tell how many lists are worth a look
-    began = time.perf_counter()
-    for row in memory.rows:  # what happens once for as many pairs as the memory holds: points learned, keys listed anew
-        if hasattr(row.keys, "_learn"):
-            row.keys._learn(row.keys.end)
-    learning = time.perf_counter() - began
+    rarely = seconds_of_rare_work(memory, size)
     ids = ids[:, WARM * SEGMENT :]
     seconds = stepped(model, optimiser, ids, state, options.steps) if training else generated(model, ids, state)
     pairs = 2 * 4 * sum(size * row.values.shape[0] * row.values.shape[2] for row in memory.rows)
     if not training:
         return {"seconds": min(seconds), "all_seconds": seconds}
-    found = {"all_seconds": seconds, "pairs_bytes": pairs, "learning_seconds": learning}
+    found = {"all_seconds": seconds, "pairs_bytes": pairs, "rare_work": rarely}
     listed = [row.keys for row in memory.rows if hasattr(row.keys, "recall")]
     found |= {"recall": [keys.recall(32) for keys in listed]}
     found |= {"probes": [[lists.probes for lists in keys.heads] for keys in listed]}
     full = resident()
     del state, memory, row, listed
     found |= {"bytes_ratio": (full - resident()) / pairs, "growth_ratio": (full - before) / pairs}
-    return {"seconds": min(seconds) + learning / (size / SEGMENT), **found}
+    return {"seconds": min(seconds) + sum(rarely.values()), **found}
+
+
+def seconds_of_rare_work(memory: Any, size: int) -> dict[str, float]:
+    """What lists cost in some steps only, in seconds a step: points learned, lists looked through and made small."""
+    from mnemic.memories.attention import search
+
+    keys = [row.keys for row in memory.rows if hasattr(row.keys, "heads")]
+    every = {
+        "learning": size / SEGMENT,
+        "checking": search.CHECKED,
+        "compacting": max(size // 8, search.FEWEST) / SEGMENT,
+    }
+    work = {
+        "learning": lambda one: one._learn(one.end),
+        "checking": lambda one: [
+            lists.adjust(asked, one.k, one.wanted)
+            for lists, asked in zip(one.heads, one.queries[:, -search.EACH // 2 :], strict=True)
+        ],
+        "compacting": lambda one: [lists.compact() for lists in one.heads],
+    }
+    found = {}
+    for name, do in work.items():
+        began = time.perf_counter()
+        for one in keys:
+            do(one)
+        found[name] = (time.perf_counter() - began) / every[name]
+    return found
 
 
 def text(options: argparse.Namespace, length: int) -> Any:

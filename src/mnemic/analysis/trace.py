@@ -14,7 +14,7 @@ from mnemic.data import Document, TokenizedCorpus, tokenize_corpus
 from mnemic.errors import UsageError
 from mnemic.evaluate.perplexity import carried_windows
 from mnemic.hf.losses import IGNORED
-from mnemic.train.objectives import NextToken
+from mnemic.train.objectives import NextToken, check_length
 from mnemic.train.state import untouched
 
 AROUND = 8  # tokens shown before and after one that was retrieved
@@ -35,8 +35,8 @@ class Trace:
     """A document as a model read it: token ids, the loss of each, and what was retrieved to predict it.
 
     Entry t of everything is about the prediction of token t; token 0 begins the document, and nothing predicts it.
-    `numbers` and `weights` are (layers, heads, tokens, k), -1 and 0 where nothing was found, and `shares`
-    (layers, heads, tokens) what the memory had of each head's result.
+    `numbers` and `weights` are (layers, heads, tokens, k): -1 and 0 where nothing was found, numbers below -1 for what
+    is not of this document but of a store. `shares` (layers, heads, tokens) is the memory's share of a head's result.
     """
 
     tokenizer: Any
@@ -57,7 +57,7 @@ class Trace:
 
     def retrieved(self, token: int, most: int = 5) -> list[Retrieved]:
         """What was looked at most to predict a token: weight in its head times what the memory had of the head."""
-        worth = (self.weights * self.shares.unsqueeze(-1))[:, :, token]
+        worth = (self.weights * self.shares.abs().unsqueeze(-1))[:, :, token]  # a tanh gate may take away too
         worth = worth.masked_fill(self.numbers[:, :, token] < 0, 0)
         found = []
         for flat in worth.flatten().argsort(descending=True)[:most].tolist():
@@ -128,6 +128,7 @@ def trace(model: Any, tokenizer: Any, text: str | Document, *, window: int = 512
     if memory is None:
         raise UsageError("trace() shows what an attention memory finds: give the model one, see KNNAttention")
     document = text if isinstance(text, Document) else Document("text", text)
+    check_length(model, window, "window")
     tokens = tokenize_corpus([document], tokenizer)
     objective, other = NextToken(model, tokenizer, seed=0), None
     with untouched(model):

@@ -10,7 +10,9 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from mnemic.hf.anatomy import Places
 
 NAME = "mnemic"
 _HOOK = "mnemic_attention_hook"
+_rotation: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("mnemic_rotation", default=None)
 _ROTATIONS = ("position_embeddings", "position_terms")  # what cos and sin are called: transformers, our own models
 
 
@@ -72,7 +75,8 @@ class AttentionHook:
         self.calls = 0
         self.heads = self.kv_heads = self.width = 0  # known after `probe`
         self._stack_config: tuple[Any] = (places.stack.config,)
-        self._rotation: tuple[Tensor, Tensor] | None = None
+        self._same = False  # whether the two tokens that it was probed with were the same to it
+        self._turns = True  # whether the layer turns its keys by the rotation that it is given
         self._parameters = list(inspect.signature(self.module.forward).parameters)
         self._own_config = getattr(self.module, "config", places.stack.config)
         self._pre_hook = self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -96,7 +100,10 @@ class AttentionHook:
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         terms = next((given[name] for name in _ROTATIONS if given.get(name) is not None), None)
-        self._rotation = _cos_sin(terms) if isinstance(terms, tuple) else None
+        _rotation.set(_cos_sin(terms) if isinstance(terms, tuple) else None)
+        if not self.calls:  # while it is probed
+            states = next(iter(given.values()))
+            self._same = _close(states[:, -2], states[:, -1])
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
@@ -111,24 +118,53 @@ class AttentionHook:
             return plain(module, query, key, value, mask, scaling=scaling, **kwargs)
 
         causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
-        return self.attend(Heads(query, key, value, mask, scaling, causal, self._rotation, attention))
+        rotation = _rotation.get() if self._turns else None
+        return self.attend(Heads(query, key, value, mask, scaling, causal, rotation, attention))
+
+    def understood(self, heads: Heads) -> bool:
+        """Whether the same input at two positions, which `heads` is of, has the same key once it is turned back."""
+        if heads.rotation is None or not self._same:
+            return True
+        for keys, self._turns in ((heads.key, False), (heads.own_keys(), True)):
+            if _close(keys[:, :, -2], keys[:, :, -1]):
+                return True
+        return False
 
 
 def probe(places: Places, hooks: list[AttentionHook]) -> None:
-    """Runs the stack on two tokens; UnsupportedModel if some hook was not called."""
+    """Runs the stack on the same token twice; UnsupportedModel if a hook is not called or cannot turn keys back."""
     tokens = torch.ones(1, 2, dtype=torch.long, device=next(places.stack.parameters()).device)
-    training = places.stack.training
+    training, attends, understood = places.stack.training, [hook.attend for hook in hooks], []
+
+    def look(hook: AttentionHook, heads: Heads) -> tuple[Tensor, Tensor | None]:
+        understood.append(hook.understood(heads))
+        return heads.local(heads.query, heads.key, heads.scaling)
+
     places.stack.eval()
     try:
+        for hook in hooks:
+            hook.attend = partial(look, hook)
         with torch.no_grad():
             places.stack(input_ids=tokens, attention_mask=tokens)
     finally:
         places.stack.train(training)
+        for hook, attend in zip(hooks, attends, strict=True):
+            hook.attend = attend
+    name = type(places.stack).__name__
     if not all(hook.calls for hook in hooks):
         raise UnsupportedModel(
-            f"{type(places.stack).__name__} does not ask transformers' attention interface, by which an attention "
-            "memory takes part: use an architecture that does, such as Llama or GPT-2"
+            f"{name} does not ask transformers' attention interface, by which an attention memory takes part: use an "
+            "architecture that does, such as Llama or GPT-2"
         )
+    if not all(understood):
+        raise UnsupportedModel(
+            f"{name} turns its keys by their positions in a way that mnemic cannot undo, and a memory's keys have no "
+            "positions: use an architecture that rotates as Llama does"
+        )
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    return bool((first - second).abs().max() <= 0.01 * first.abs().max())
 
 
 def turned_back(states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -57,3 +57,15 @@ def prefix_positions(places: Places, count: int, device: torch.device) -> torch.
 def separates_documents(places: Places) -> bool:
     """Whether several documents in one row can be kept apart exactly."""
     return places.anatomy.kind == "causal" and places.positions_by_id
+
+
+def positions(model: Any) -> int | None:
+    """How many tokens a model has positions for; None if there is no end to them."""
+    most: int | None = getattr(model.config, "max_position_embeddings", None)
+    return None if most is None else most - _reserved_positions(model)
+
+
+def _reserved_positions(model: Any) -> int:
+    """How many of its positions a model gives to no token: those up to the padding's, in models like RoBERTa."""
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    return max((1 + index for table in tables if (index := getattr(table, "padding_idx", None)) is not None), default=0)

@@ -25,6 +25,7 @@ from mnemic.data.pairs import Pair
 from mnemic.data.streams import IGNORED
 from mnemic.data.windows import SlidingWindows, Window
 from mnemic.errors import UsageError
+from mnemic.hf.positions import positions
 from mnemic.stores.base import Floats, References, Source
 
 if TYPE_CHECKING:
@@ -347,4 +348,4 @@ def window_of(model: Any, window: int | None, min_context: int | None) -> tuple[
 
 
 def _usual_window(model: Any) -> int:
-    return min(USUAL_WINDOW, getattr(model.config, "max_position_embeddings", None) or USUAL_WINDOW)
+    return min(USUAL_WINDOW, positions(model) or USUAL_WINDOW)

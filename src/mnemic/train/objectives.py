@@ -18,6 +18,7 @@ from mnemic.data import DocumentStreams, TokenizedCorpus, tokenize_corpus
 from mnemic.errors import UsageError
 from mnemic.hf.entrance import can_separate_documents, documents_apart
 from mnemic.hf.losses import IGNORED, token_losses
+from mnemic.hf.positions import positions
 from mnemic.train.carries import Carry
 from mnemic.train.config import OBJECTIVES
 
@@ -213,17 +214,10 @@ def model_kind(model: Any) -> str:
 
 def check_length(model: Any, length: int, option: str) -> None:
     """UsageError if a model has fewer positions than `length`, the value of `option`."""
-    most = getattr(model.config, "max_position_embeddings", None)
-    if most is not None and length > (most := most - _reserved_positions(model)):
+    if (most := positions(model)) is not None and length > most:
         raise UsageError(
             f"{option} = {length}, but {type(model).__name__} has {most} positions: set it to {most} or less"
         )
-
-
-def _reserved_positions(model: Any) -> int:
-    """How many of its positions a model gives to no token: those up to the padding's, in models like RoBERTa."""
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    return max((1 + index for table in tables if (index := getattr(table, "padding_idx", None)) is not None), default=0)
 
 
 def check_vocabulary(model: Any, tokenizer: Any) -> None:

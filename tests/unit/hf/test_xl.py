@@ -104,9 +104,8 @@ def test_generation_goes_on_for_longer_than_the_context(architecture: str, beams
 
 
 def test_what_cannot_have_an_xl_cache_is_refused() -> None:
-    model = with_cache("gpt2", 4)
     with pytest.raises(UnsupportedModel, match="rotary positions"):
-        model.memory.new_cache(1)
+        with_cache("gpt2", 4)
     model = with_cache("llama", 4).train()
     model.gradient_checkpointing_enable()
     with pytest.raises(UsageError, match="gradient checkpointing"):

@@ -18,6 +18,8 @@ from mnemic.hf.anatomy import Places
 from mnemic.hf.attention import AttentionHook, Heads, probe
 from mnemic.hf.entrance import Entrance, prefix_being_read, starts_being_read
 from mnemic.hf.losses import IGNORED
+from mnemic.hf.positions import positions
+from mnemic.hf.xl import new_xl_cache
 from mnemic.memories.attention import layer as mathematics
 from mnemic.memories.attention.config import KNNAttention
 from mnemic.memories.attention.layer import MemoryMix, unit
@@ -28,7 +30,9 @@ from mnemic.memories.attention.working import Row, WorkingMemory
 from mnemic.memories.base import Handle, Reading
 
 EXACT = 8192  # pairs up to which all are compared, unless the settings say otherwise
+PENDING = 8  # forwards at most whose gradient may still come
 CHANGEABLE = {"k", "size", "dtype", "search", "recall", "external"}  # settings that nothing learned depends on
+SEGMENT = 512  # tokens that are read at a time
 SPARE = 512  # pairs that a row keeps at least beyond its size, for what the context holds
 
 
@@ -45,11 +49,13 @@ class Attached(Handle):
         self._on = True
         self._stack_part = (places.stack,)
         self._spare = max(SPARE, config.xl_length, getattr(places.stack.config, "xl_length", 0))
-        self._last: Forward | None = None  # for layers that run again in the backward pass
+        self._pending: list[Forward] = []  # whose layers run again in the backward pass
         self.shared: State | None = None  # what `read` has read, for all to look into
         self.stored: State | None = None  # what a store has kept, likewise
         self._heard: list[Tensor] | None = None
         self._observed: list[dict[str, Tensor]] | None = None
+        if config.xl_length:
+            new_xl_cache(places, config.xl_length, 1)  # tells if the model cannot have one
         depth = len(places.blocks)
         self.indices = sorted(config.layers) or [max(depth * 3 // 4 - 1, 0)]
         if unknown := [index for index in self.indices if not 0 <= index < depth]:
@@ -64,13 +70,16 @@ class Attached(Handle):
             self.detach()
             raise
         weight = next(places.stack.parameters())
-        self._device = weight.device
         for index, hook in self._hooks.items():
             self.layers[str(index)] = MemoryMix(hook.heads, config.mix, config.scale).to(weight.device, weight.dtype)
 
     @classmethod
     def attach(cls, config: KNNAttention, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
         return cls(config, places)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device
 
     def switch(self, on: bool) -> None:
         self._on = on
@@ -85,8 +94,10 @@ class Attached(Handle):
     # What is kept of a text
 
     def state_bytes(self, rows: int) -> int:
+        return self._bytes(rows * (self.config.size + self._spare))
+
+    def _bytes(self, pairs: int) -> int:
         width = 2 if self.config.dtype == "float16" else 4
-        pairs = rows * (self.config.size + self._spare)
         return sum(2 * pairs * hook.kv_heads * hook.width * width for hook in self._hooks.values())
 
     def change(self, **settings: Any) -> None:
@@ -96,7 +107,8 @@ class Attached(Handle):
                 f"{', '.join(sorted(CHANGEABLE))}: detach() it and put in another"
             )
         self.config = dataclasses.replace(self.config, **settings)
-        self.shared = None
+        if settings.keys() & {"size", "dtype", "search"}:
+            self.shared = None
         if "external" in settings:
             self.stored = None
 
@@ -105,14 +117,17 @@ class Attached(Handle):
         return self._empty(rows) if self.config.size else None
 
     def _empty(self, rows: int) -> State:
-        needed, free = self.state_bytes(rows), psutil.virtual_memory().available
+        size = self.config.size
+        self._check_room(rows, size)
+        return State({index: WorkingMemory([self._row(index, size) for _ in range(rows)]) for index in self.indices})
+
+    def _check_room(self, rows: int, size: int) -> None:
+        needed, free = self._bytes(rows * (size + self._spare)), psutil.virtual_memory().available
         if self._device.type == "cpu" and needed > free:
             raise UsageError(
-                f"an attention memory of {self.config.size:,} pairs in {len(self.indices)} layers for {rows} rows "
-                f"takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: lower size, dtype or the batch size"
+                f"an attention memory of {size:,} pairs in {len(self.indices)} layers for {rows} rows takes "
+                f"{needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: lower size, dtype or the batch size"
             )
-        size = self.config.size
-        return State({index: WorkingMemory([self._row(index, size) for _ in range(rows)]) for index in self.indices})
 
     def _row(self, index: int, size: int) -> Row:
         hook, dtype = self._hooks[index], getattr(torch, self.config.dtype)
@@ -129,9 +144,14 @@ class Attached(Handle):
         return ExactKeys(hook.kv_heads, hook.width, size + self._spare, dtype, self._device)
 
     @torch.no_grad()
-    def read(self, input_ids: Tensor, mask: Tensor | None = None, segment_length: int = 512) -> None:
+    def read(self, input_ids: Tensor, mask: Tensor | None = None, segment_length: int = SEGMENT) -> None:
         """Reads texts (B, T), which every later forward may look into until `reset`; goes on from what was read."""
         (stack,) = self._stack_part
+        if self.shared is not None and len(input_ids) != len(next(iter(self.shared.memories.values())).rows):
+            raise UsageError(
+                "read() goes on with as many texts as it has read so far: reset() the memory to begin anew"
+            )
+        segment_length = min(segment_length, positions(stack) or segment_length)
         training = stack.training
         stack.eval()
         try:
@@ -190,6 +210,7 @@ class Attached(Handle):
                 f"{sum(halves)}: build a store with layer = 'attention' and this model"
             )
         count = len(store)
+        self._check_room(1, count)
         rows = {index: self._row(index, count) for index in self.indices}
         for block in store.rows():
             kept = torch.from_numpy(block.keys).split(halves, 1)
@@ -256,35 +277,39 @@ class Attached(Handle):
             yield
         finally:
             _forwards.reset(token)
-            self._last = call if torch.is_grad_enabled() and self.training and self._checkpoints() else None
+            if torch.is_grad_enabled() and self.training and self._checkpoints():
+                self._pending = [*self._pending[1 - PENDING :], call]
 
     def _checkpoints(self) -> bool:
         (stack,) = self._stack_part
         return any(getattr(part, "gradient_checkpointing", False) for part in stack.modules())
 
-    def _current(self) -> Forward | None:
-        """The forward that is under way, or the last one if a layer of it runs again in the backward pass."""
-        call = (_forwards.get() or {}).get(id(self))
-        if call is None and torch.is_grad_enabled() and self.training:
-            return self._last
-        return call
+    def _current(self, index: int, keys: Tensor) -> Forward | None:
+        """The forward that is under way, or the one of which a layer, with these keys, runs again."""
+        if (call := (_forwards.get() or {}).get(id(self))) is not None or not torch.is_grad_enabled():
+            return call
+        for call in self._pending:
+            if index in call.new and torch.equal(call.new[index][0], keys):
+                call.repeated.add(index)
+                if len(call.repeated) == len(self.indices):
+                    self._pending = [one for one in self._pending if one is not call]
+                return call
+        return None
 
     # The attention of a layer
 
     def _attend(self, index: int, heads: Heads) -> tuple[Tensor, Tensor | None]:
-        if str(index) not in self.layers:  # the model is only asked whether it calls
-            return heads.local(heads.query, heads.key, heads.scaling)
         mix: MemoryMix = self.layers[str(index)]  # type: ignore[assignment]
         scale = mix.scale().view(-1, 1, 1)
         query, key, scaling = heads.query, heads.key, heads.scaling
         if self.config.normalise == "all":
             query, key, scaling = unit(query) * scale, unit(key), 1.0
         local, weights = heads.local(query, key, scaling)
-        if (call := self._current()) is None:
+        keys = unit(heads.own_keys()).detach()
+        if (call := self._current(index, keys)) is None:
             return local, weights
         if index not in call.new:
-            with torch.no_grad():
-                call.new[index] = unit(heads.own_keys()), heads.own_values().detach()
+            call.new[index] = keys, heads.own_values().detach()
             call.prefix, call.heads = prefix_being_read(), query.shape[1]
         own = unit(heads.own_queries())
         if self.config.dense:
@@ -292,7 +317,7 @@ class Attached(Handle):
         else:
             found = call.nearest(index, own, own * scale, self.config.k)
         if found is None:
-            return local, weights
+            return local + 0 * (mix.gate.sum() + mix.log_scale.sum()), weights  # they take part, with no gradient
         memory, mass, there = found
 
         def local_mass() -> Tensor:

@@ -68,6 +68,8 @@ class KNNAttention(MemoryConfig):
             raise UsageError(f"KNNAttention.scale = {self.scale}: expected a number above 0")
         if not 0 < self.recall <= 1:
             raise UsageError(f"KNNAttention.recall = {self.recall}: expected a number above 0 and up to 1")
+        if self.dense and self.search == "lists":
+            raise UsageError("KNNAttention: dense attends to all pairs, and lists are for finding a few: choose one")
         if len(set(self.layers)) < len(self.layers):
             raise UsageError(f"KNNAttention.layers = {self.layers}: a layer has one memory, name each once")
 

@@ -77,10 +77,14 @@ def attend_to_all(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor
         checkpoint(_attend_to_block, queries, k, v, use_reentrant=False)
         for k, v in zip(keys.split(BLOCK, 1), values.split(BLOCK, 1), strict=True)
     ]
-    masses = torch.stack([mass for _, mass in parts])
-    mass = masses.logsumexp(0)
-    shares = (masses - mass).exp().unsqueeze(3)
-    return (shares * torch.stack([result for result, _ in parts])).sum(0), mass
+    return together(torch.stack([result for result, _ in parts]), torch.stack([mass for _, mass in parts]))
+
+
+def together(results: Tensor, masses: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to n sets of pairs, (n, H, T, d), as one, by the mass of each, (n, H, T), -inf where it has none."""
+    none = (masses == -torch.inf).all(0)
+    mass = masses.masked_fill(none, 0).logsumexp(0)  # 0: of -inf alone the gradient would be no number
+    return ((masses - mass).exp().unsqueeze(3) * results).sum(0), mass
 
 
 def _attend_to_block(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,13 @@ from mnemic.memories.attention.search import MISSING
 from mnemic.memories.attention.state import State
 from mnemic.memories.attention.working import Found
 
+Pairs = tuple[Tensor, Tensor, bool]
+"""Keys and values (H, n, d), and whether they are the row's own."""
 Attended = tuple[Tensor, Tensor, Tensor]
 """What queries took from the memory (B, H, T, d), the mass of its scores and whether there was any (B, H, T)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Forward:
     """What is known of the tokens (B, T) of a forward, and what its layers found.
 
@@ -35,7 +37,8 @@ class Forward:
     found: dict[int, Found | None] = field(default_factory=dict)
     asked: dict[int, Tensor] = field(default_factory=dict)  # by whom is watching: scaled queries (B, H, T, d)
     shares: dict[int, Tensor] = field(default_factory=dict)  # and the memory's share of each result (B, H, T)
-    pairs: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    pairs: dict[int, list[list[Pairs]]] = field(default_factory=dict)
+    repeated: set[int] = field(default_factory=set)  # the layers that ran again in the backward pass
 
     def nearest(self, index: int, queries: Tensor, asked: Tensor, k: int) -> Attended | None:
         """Attention of `asked` (B, H, T, d) to the k pairs nearest to `queries`, which differ from it by a scale."""
@@ -53,37 +56,37 @@ class Forward:
             found = own.find(queries, k, self.held)
             parts.append(found if self.starts is None else found.hidden(self._after_a_start(queries.shape[2])))
         shared = [state.memories[index] for state in self.shared]
-        parts += [memory.find(queries, k, None) for memory in shared if memory.has_visible(None)]
+        parts += [memory.find(queries, k, None).elsewhere() for memory in shared if memory.has_visible(None)]
         return Found.best(parts, queries, k) if parts else None
 
     def all(self, index: int, asked: Tensor) -> Attended | None:
         """Attention of `asked` (B, H, T, d) to all pairs."""
         if index not in self.pairs:
             self.pairs[index] = self._pairs(index, len(asked))
-        if not any(keys.shape[1] for keys, _ in self.pairs[index]):
+        if not any(self.pairs[index]):
             return None
         folded = _folded(asked, self._kv_heads(index))
-        results, masses, there = torch.zeros_like(folded), torch.zeros_like(folded[..., 0]), []
-        hidden = None if self.starts is None or self.state is None else self._after_a_start(folded.shape[2])
-        attended = []
-        for row, (keys, values) in enumerate(self.pairs[index]):
-            seen = torch.full(folded.shape[1:3], bool(keys.shape[1]), device=asked.device)
-            there.append(seen if hidden is None else seen & ~hidden[row])
-            if keys.shape[1]:
-                attended.append(layer.attend_to_all(folded[row], keys.to(asked.dtype), values.to(asked.dtype)))
-            else:
-                attended.append((results[row], masses[row]))
+        hidden = None if self.starts is None else self._after_a_start(folded.shape[2])
+        attended, there = [], []
+        for row, pairs in enumerate(self.pairs[index]):
+            results, masses = [torch.zeros_like(folded[row])], [torch.full_like(folded[row, ..., 0], -torch.inf)]
+            for keys, values, own in pairs:
+                result, mass = layer.attend_to_all(folded[row], keys.to(asked.dtype), values.to(asked.dtype))
+                results.append(result)
+                masses.append(mass.masked_fill(hidden[row], -torch.inf) if own and hidden is not None else mass)
+            there.append((torch.stack(masses) > -torch.inf).any(0))
+            attended.append(layer.together(torch.stack(results), torch.stack(masses)))
         memory, mass = (torch.stack(part) for part in zip(*attended, strict=True))
         return _unfolded(asked.shape, memory, mass, torch.stack(there))
 
-    def _pairs(self, index: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, index: int, rows: int) -> list[list[Pairs]]:
         """The pairs that each row sees, as copies: the memory moves on before the gradient comes back."""
-        memories = [] if self.state is None else [(self.state.memories[index], self.held)]
-        memories += [(state.memories[index], None) for state in self.shared]
+        memories = [] if self.state is None else [(self.state.memories[index], self.held, True)]
+        memories += [(state.memories[index], None, False) for state in self.shared]
         found = []
-        for row in range(rows if memories else 0):
-            keys, values = zip(*(memory.visible_pairs(row, rows, held) for memory, held in memories), strict=True)
-            found.append((torch.cat(keys, 1), torch.cat(values, 1)))
+        for row in range(rows):
+            seen = [(*memory.visible_pairs(row, rows, held), own) for memory, held, own in memories]
+            found.append([(keys.clone(), values.clone(), own) for keys, values, own in seen if keys.shape[1]])
         return found
 
     def _after_a_start(self, queries: int) -> Tensor:

@@ -28,6 +28,9 @@ class Keys(Protocol):
     def add(self, keys: Tensor) -> None:
         """Takes in the next keys, (H, n, d)."""
 
+    def make_room(self, capacity: int) -> None:
+        """From now on has room for so many keys."""
+
     def forget(self, first: int) -> None:
         """Lets go of the keys before number `first`."""
 
@@ -62,6 +65,13 @@ class ExactKeys:
         """Takes in the next keys; the oldest are overwritten."""
         write(self.ring, keys, self.end)
         self.end += keys.shape[1]
+
+    def make_room(self, capacity: int) -> None:
+        """A larger ring."""
+        first = max(self.end - self.capacity, 0)
+        kept = read(self.ring, first, self.end)
+        self.ring, self.capacity = kept.new_empty(kept.shape[0], capacity, kept.shape[2]), capacity
+        write(self.ring, kept, first)
 
     def forget(self, first: int) -> None:
         """Nothing to do: what is old is overwritten, and searches say where they begin."""
@@ -132,9 +142,15 @@ class ListedKeys:
         """Takes in the next keys."""
         self.waiting = torch.cat([self.waiting, keys.to(self.dtype)], 1)
 
+    def make_room(self, capacity: int) -> None:
+        """Nothing to do: lists have room for all that they are given."""
+
     def forget(self, first: int) -> None:
         """Lets go of the keys before number `first`."""
         self.first = max(self.first, first)
+        if not self.any_listed and self.first - self.listed >= PENDING:
+            self.waiting = self.waiting[:, self.first - self.listed :].clone()
+            self.listed = self.removed = self.first
         if self.any_listed and self.first - self.removed >= PENDING:
             self.removed = self.first
             for lists in self.heads:
@@ -172,9 +188,7 @@ class ListedKeys:
             return
         if self._due(end - self.first):
             self._learn(end)
-        elif not self.learned_from:
-            return
-        else:
+        elif self.learned_from:
             for head, lists in enumerate(self.heads):
                 add = lists.add if self.any_listed else lists.fill
                 add(self.waiting[head, :ready].float().numpy(), self.listed)
@@ -185,7 +199,10 @@ class ListedKeys:
             if self.listings % CHECKED == 0 and self.queries is not None:
                 for lists, asked in zip(self.heads, self.queries[:, -EACH // 2 :], strict=True):
                     lists.adjust(asked, self.k, self.wanted)
-        self.waiting, self.listed, self.any_listed = self.waiting[:, ready:].clone(), end, True
+            self._no_longer_waiting(end)
+
+    def _no_longer_waiting(self, end: int) -> None:
+        self.waiting, self.listed, self.any_listed = self.waiting[:, end - self.listed :].clone(), end, True
 
     def _compact(self, ready: int, held: int) -> None:
         """Makes lists small again whenever an eighth of the keys is new."""
@@ -207,6 +224,7 @@ class ListedKeys:
             asked = keys[-ASKED:] if self.queries is None else self.queries[head]
             lists.learn(keys, self.first, asked, self.k, self.wanted)
         self.learned_from, self.written, self.removed = end - self.first, 0, self.first
+        self._no_longer_waiting(end)
 
     def _keys(self, head: int, first: int) -> Tensor:
         waiting = self.waiting[head, max(first - self.listed, 0) :]

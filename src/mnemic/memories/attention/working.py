@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,10 @@ from mnemic.memories.attention.search import MISSING, Keys, read, take, write
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for queries (B, H, T): pairs (B, H, T, k, d), and which number each has, -1 for none."""
+    """What was found for queries (B, H, T): pairs (B, H, T, k, d), and which number each has in its row's document.
+
+    -1 stands for none, and numbers below it for pairs that are not of the document.
+    """
 
     keys: Tensor
     values: Tensor
@@ -39,6 +43,11 @@ class Found:
         wide = chosen.unsqueeze(4).expand(-1, -1, -1, -1, keys.shape[4])
         return cls(keys.gather(3, wide), values.gather(3, wide), numbers.gather(3, chosen))
 
+    def elsewhere(self) -> Found:
+        """The same with numbers that say that the pairs are of another text."""
+        numbers = torch.where(self.there, MISSING - 1 - self.numbers, MISSING)
+        return Found(self.keys, self.values, numbers)
+
     def hidden(self, hidden: Tensor) -> Found:
         """Without what was found for some of the queries, (B, T)."""
         return Found(self.keys, self.values, self.numbers.masked_fill(hidden[:, None, :, None], MISSING))
@@ -54,12 +63,26 @@ class Row:
         self.count = 0
         self.before = 0  # pairs of the document that came before number 0, if the memory was loaded
         self.first = 0  # the number of the oldest pair that is still there
+        self._lock = threading.Lock()
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Takes in the next pairs, (H, n, d) each."""
-        write(self.values, values, self.count)
-        self.keys.add(keys)
-        self.count += keys.shape[1]
+        with self._lock:
+            self._make_room(keys.shape[1])
+            write(self.values, values, self.count)
+            self.keys.add(keys)
+            self.count += keys.shape[1]
+
+    def _make_room(self, new: int) -> None:
+        """Makes the ring so large that none of its `size` pairs goes while the context holds all the new ones."""
+        capacity = self.values.shape[1]
+        if self.size + new <= capacity:
+            return
+        first = max(self.count - capacity, 0)
+        kept, values = read(self.values, first, self.count), self.values
+        self.values = values.new_empty(values.shape[0], self.size + new, values.shape[2])
+        write(self.values, kept, first)
+        self.keys.make_room(self.size + new)
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -73,10 +96,11 @@ class Row:
 
     def find(self, queries: Tensor, k: int, held: int) -> tuple[Tensor, Tensor, Tensor]:
         """Numbers (H, T, k), keys and values (H, T, k, d) of the pairs nearest to queries (H, T, d)."""
-        first, end = self.visible(held)
-        self.first = max(self.first, first)
-        self.keys.forget(first)
-        numbers, keys = self.keys.search(queries, k, first, end)
+        with self._lock:  # what several threads look into may be put in lists by the first
+            first, end = self.visible(held)
+            self.first = max(self.first, first)
+            self.keys.forget(first)
+            numbers, keys = self.keys.search(queries, k, first, end)
         slots = numbers.clamp(min=0) % self.values.shape[1]
         if self.before:
             numbers = torch.where(numbers == MISSING, MISSING, numbers + self.before)
@@ -172,4 +196,5 @@ class WorkingMemory:
             row.clear()
             row.append(keys, values)
             row.before = before[number]
-            row.keys.load_learned({name: tensors[name][number] for name in row.keys.learned()})
+            if row.keys.learned().keys() <= tensors.keys():  # or they were found in another way
+                row.keys.load_learned({name: tensors[name][number] for name in row.keys.learned()})
