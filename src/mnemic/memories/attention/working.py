@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,12 @@ class Row:
         self.before = 0  # pairs of the document that came before number 0, if the memory was loaded
         self.first = 0  # the number of the oldest pair that is still there
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Takes in the next pairs, (H, n, d) each."""
