@@ -86,7 +86,9 @@ def test_threads_share_a_memory_that_is_in_lists(monkeypatch: pytest.MonkeyPatch
             with torch.no_grad():
                 model(tokens(1, 8, seed=number))
 
+    assert model.memory.attention.recall() is None
     assert not in_threads(6, work)
+    assert 0.9 < model.memory.attention.recall() <= 1
 
 
 def test_two_forwards_may_wait_for_one_backward_with_checkpoints() -> None:

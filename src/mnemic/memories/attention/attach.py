@@ -220,6 +220,11 @@ class Attached(Handle):
                 row.append(keys, values)
         self.stored = State({index: WorkingMemory([row]) for index, row in rows.items()})
 
+    def recall(self) -> float | None:
+        """The share of the true nearest that the last searches of what was read found; None if all are compared."""
+        kept = self.shared or self.stored
+        return None if kept is None else kept.recall(self.config.k)
+
     def reset(self) -> None:
         self.shared = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mnemic.memories.attention.search import ListedKeys
 from mnemic.memories.attention.working import WorkingMemory
 
 
@@ -25,6 +26,12 @@ class State:
         for memory in self.memories.values():
             for row in rows.tolist():
                 memory.rows[row].clear()
+
+    def recall(self, k: int) -> float | None:
+        """The share of the true nearest k that the last searches found; None where all pairs are compared."""
+        rows = [row.keys for memory in self.memories.values() for row in memory.rows]
+        found = [share for keys in rows if isinstance(keys, ListedKeys) and (share := keys.recall(k)) is not None]
+        return sum(found) / len(found) if found else None
 
     def tensors(self) -> dict[str, Tensor]:
         """All that it holds, a row for each row of the batch."""
