@@ -79,7 +79,11 @@ def test_threads_share_a_memory_that_is_in_lists(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("mnemic.memories.attention.search.FEWEST", 64)
     monkeypatch.setattr("mnemic.memories.attention.search.PENDING", 16)
     model = memorizing(search="lists", size=2000)
-    model.memory.attention.read(tokens(1, 1500), segment_length=1500)  # nothing is listed before somebody asks
+    model.memory.read(tokens(1, 20))
+    (memory,) = model.memory.attention.shared.memories.values()
+    heads, _, width = memory.rows[0].values.shape
+    torch.manual_seed(0)
+    memory.rows[0].append(*torch.randn(2, heads, 1500, width))  # nothing is listed before somebody asks
 
     def work(number: int) -> None:
         for _ in range(10):
