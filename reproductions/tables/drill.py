@@ -34,6 +34,7 @@ class Drill(Config):
     until: float = option(0.0, f"the loss, a mean of {RECENT} steps, at which it is learned")
     batch_size: int = option(16, "rows of a step")
     length: int = option(128, "tokens of a row")
+    alphabet: int = option(0, "different tokens of a row: from this many up to all, few as often as many; 0: all")
     learning_rate: float = option(1e-3, "that of AdamW after the warm-up")
     warmup: int = option(50, "steps of warm-up")
 
@@ -72,6 +73,9 @@ def repeating(draw: random.Random, vocabulary: int, drill: Drill) -> Tensor:
     """Rows of random tokens, (batch_size, length), each with a period of its own."""
     rows = []
     for _ in range(drill.batch_size):
-        period = draw.choices(range(vocabulary), k=draw.randint(*PERIODS))
+        letters = range(vocabulary)
+        if drill.alphabet:
+            letters = draw.sample(letters, round(drill.alphabet * (vocabulary / drill.alphabet) ** draw.random()))
+        period = draw.choices(letters, k=draw.randint(*PERIODS))
         rows.append((period * (drill.length // len(period) + 1))[: drill.length])
     return torch.tensor(rows)

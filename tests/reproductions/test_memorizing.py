@@ -41,6 +41,14 @@ def test_a_drill_is_of_rows_that_repeat_themselves() -> None:
         assert any(row[period:] == row[:-period] for period in range(8, 41))
 
 
+def test_rows_of_a_drill_may_have_few_letters() -> None:
+    rows = repeating(random.Random(0), 500, Drill(steps=1, batch_size=200, length=128, alphabet=8)).tolist()
+    sizes = [len(set(row)) for row in rows]
+    assert min(sizes) <= 8 and max(sizes) > 30
+    for row in rows:
+        assert any(row[period:] == row[:-period] for period in range(8, 41))
+
+
 def test_a_drill_is_shared_by_memories_of_all_sizes(root: Path) -> None:
     run(root, "table4")
     drilled = list((root / "runs").glob("drilled-*"))

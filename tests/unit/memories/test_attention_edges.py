@@ -169,11 +169,12 @@ def test_a_window_longer_than_the_memory_hides_none_of_it(search: str) -> None:
     for held in (680, 600, 0):
         first, end = row.visible(held)
         assert (first, end) == (1400 - held - 20, 1400 - held)
-        numbers, found, values = row.find(keys[:, :1], 20, held)
+        found = row.find(keys[:, :1], 20, held)
+        numbers, values = found.numbers, found.values
         assert sorted(numbers[0, 0].tolist()) == list(range(first, end))
         for place, number in enumerate(numbers[0, 0].tolist()):
             assert torch.equal(values[0, 0, place], keys[0, number])
-            assert torch.equal(found[0, 0, place], keys[0, number])
+            assert torch.equal(found.keys[0, 0, place], keys[0, number])
 
 
 def test_lists_that_are_never_made_do_not_keep_what_is_forgotten() -> None:

@@ -57,15 +57,15 @@ def unit(states: Tensor) -> Tensor:
 
 
 def attend_to_pairs(queries: Tensor, keys: Tensor, values: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of each query (B, H, T, d) to its own pairs (B, H, T, k, d): the result, and its mass (B, H, T).
+    """Attention of each query (..., T, d) to its own pairs (..., T, k, d): the result, and its mass (..., T).
 
     No gradient goes to the pairs; through the scores it goes to the queries.
     """
-    scores = (keys @ queries.unsqueeze(4)).squeeze(4).masked_fill(~found, -torch.inf)
+    scores = (keys @ queries.unsqueeze(-1)).squeeze(-1).masked_fill(~found, -torch.inf)
     none = ~found.any(-1, keepdim=True)
     mass = scores.masked_fill(none, 0).logsumexp(-1)  # 0: of -inf alone the gradient would be no number
-    weights = (scores - mass.unsqueeze(3)).exp()
-    return (weights.unsqueeze(3) @ values).squeeze(3), mass
+    weights = (scores - mass.unsqueeze(-1)).exp()
+    return (weights.unsqueeze(-2) @ values).squeeze(-2), mass
 
 
 def attend_to_all(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

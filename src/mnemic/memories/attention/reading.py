@@ -34,7 +34,7 @@ class Forward:
     prefix: int = 0  # vectors before the tokens, which are not read
     heads: int = 0  # of the queries
     new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    found: dict[int, Found | None] = field(default_factory=dict)
+    found: dict[int, list[Found]] = field(default_factory=dict)
     asked: dict[int, Tensor] = field(default_factory=dict)  # by whom is watching: scaled queries (B, H, T, d)
     shares: dict[int, Tensor] = field(default_factory=dict)  # and the memory's share of each result (B, H, T)
     pairs: dict[int, list[list[Pairs]]] = field(default_factory=dict)
@@ -45,19 +45,30 @@ class Forward:
         if index not in self.found:
             self.found[index] = self._find(index, _folded(queries.detach(), self._kv_heads(index)), k)
         found = self.found[index]
-        if found is None:
+        if not found:
             return None
-        memory, mass = layer.attend_to_pairs(_folded(asked, found.keys.shape[1]), found.keys, found.values, found.there)
-        return _unfolded(asked.shape, memory, mass, found.there.any(-1))
+        folded = _folded(asked, self._kv_heads(index))
+        attended = [
+            layer.attend_to_pairs(one, near.keys, near.values, near.there)
+            for one, near in zip(folded, found, strict=True)
+        ]
+        memory, mass = (torch.stack(part) for part in zip(*attended, strict=True))
+        return _unfolded(asked.shape, memory, mass, torch.stack([near.there.any(-1) for near in found]))
 
-    def _find(self, index: int, queries: Tensor, k: int) -> Found | None:
-        parts = []
+    def _find(self, index: int, queries: Tensor, k: int) -> list[Found]:
+        """What each row finds; nothing if there is no memory to look into."""
+        parts: list[list[Found]] = []
         if (own := self.state and self.state.memories[index]) and own.has_visible(self.held):
             found = own.find(queries, k, self.held)
-            parts.append(found if self.starts is None else found.hidden(self._after_a_start(queries.shape[2])))
+            if self.starts is not None:
+                hidden = self._after_a_start(queries.shape[2])
+                found = [one.hidden(tokens) for one, tokens in zip(found, hidden, strict=True)]
+            parts.append(found)
         shared = [state.memories[index] for state in self.shared]
-        parts += [memory.find(queries, k, None).elsewhere() for memory in shared if memory.has_visible(None)]
-        return Found.best(parts, queries, k) if parts else None
+        parts += [
+            [one.elsewhere() for one in memory.find(queries, k, None)] for memory in shared if memory.has_visible(None)
+        ]
+        return [Found.best(list(of_row), one, k) for one, *of_row in zip(queries, *parts, strict=True)] if parts else []
 
     def all(self, index: int, asked: Tensor) -> Attended | None:
         """Attention of `asked` (B, H, T, d) to all pairs."""
@@ -103,16 +114,16 @@ class Forward:
         seen: dict[str, list[Tensor]] = {"numbers": [], "weights": [], "shares": []}
         for index in sorted(self.new):
             keys, (found, asked) = self.new[index][0], (self.found.get(index), self.asked.get(index))
-            if found is None or asked is None:
+            if not found or asked is None:
                 heads, tokens = self.heads, keys.shape[2]
                 seen["numbers"].append(torch.full((heads, tokens, k), MISSING))
                 seen["weights"].append(torch.zeros(heads, tokens, k))
                 seen["shares"].append(torch.zeros(heads, tokens))
                 continue
-            queries = _folded(asked, found.keys.shape[1])[0]
-            scores = (found.keys[0] @ queries.unsqueeze(3)).squeeze(3).masked_fill(~found.there[0], -torch.inf)
+            first, queries = found[0], _folded(asked, keys.shape[1])[0]
+            scores = (first.keys @ queries.unsqueeze(3)).squeeze(3).masked_fill(~first.there, -torch.inf)
             weights = scores.softmax(-1).nan_to_num()
-            seen["numbers"].append(found.numbers[0].reshape(*asked.shape[1:3], k))
+            seen["numbers"].append(first.numbers.reshape(*asked.shape[1:3], k))
             seen["weights"].append(weights.reshape(*asked.shape[1:3], k))
             seen["shares"].append(self.shares[index][0])
         return {name: torch.stack(parts)[:, :, self.prefix :].cpu() for name, parts in seen.items()}

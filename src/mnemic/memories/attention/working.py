@@ -17,9 +17,10 @@ from mnemic.memories.attention.search import MISSING, Keys, read, take, write
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for queries (B, H, T): pairs (B, H, T, k, d), and which number each has in its row's document.
+    """What was found for queries (H, T) of a row: pairs (H, T, k, d), and which number each has in the row's document.
 
-    -1 stands for none, and numbers below it for pairs that are not of the document.
+    -1 stands for none, and numbers below it for pairs that are not of the document. Rows are not put together: what
+    they found is the largest thing that a forward holds, and large blocks of memory are dear to come by.
     """
 
     keys: Tensor
@@ -28,21 +29,21 @@ class Found:
 
     @property
     def there(self) -> Tensor:
-        """Which pairs were found, (B, H, T, k)."""
+        """Which pairs were found, (H, T, k)."""
         return self.numbers != MISSING
 
     @classmethod
     def best(cls, parts: list[Found], queries: Tensor, k: int) -> Found:
-        """Of what several memories found, the k pairs nearest to each query (B, H, T, d)."""
+        """Of what several memories found, the k pairs nearest to each query (H, T, d)."""
         if len(parts) == 1:
             return parts[0]
         keys, values, numbers = (
-            torch.cat([getattr(p, name) for p in parts], 3) for name in ("keys", "values", "numbers")
+            torch.cat([getattr(p, name) for p in parts], 2) for name in ("keys", "values", "numbers")
         )
-        scores = (keys @ queries.unsqueeze(4)).squeeze(4).masked_fill(numbers == MISSING, -torch.inf)
-        chosen = scores.topk(k, 3).indices
-        wide = chosen.unsqueeze(4).expand(-1, -1, -1, -1, keys.shape[4])
-        return cls(keys.gather(3, wide), values.gather(3, wide), numbers.gather(3, chosen))
+        scores = (keys @ queries.unsqueeze(3)).squeeze(3).masked_fill(numbers == MISSING, -torch.inf)
+        chosen = scores.topk(k, 2).indices
+        wide = chosen.unsqueeze(3).expand(-1, -1, -1, keys.shape[3])
+        return cls(keys.gather(2, wide), values.gather(2, wide), numbers.gather(2, chosen))
 
     def elsewhere(self) -> Found:
         """The same with numbers that say that the pairs are of another text."""
@@ -50,8 +51,8 @@ class Found:
         return Found(self.keys, self.values, numbers)
 
     def hidden(self, hidden: Tensor) -> Found:
-        """Without what was found for some of the queries, (B, T)."""
-        return Found(self.keys, self.values, self.numbers.masked_fill(hidden[:, None, :, None], MISSING))
+        """Without what was found for some of the queries, (T,)."""
+        return Found(self.keys, self.values, self.numbers.masked_fill(hidden[:, None], MISSING))
 
 
 class Row:
@@ -98,20 +99,21 @@ class Row:
 
     def visible(self, held: int) -> tuple[int, int]:
         """The numbers of the pairs that can be found, while the last `held` pairs are in the context."""
-        end = max(self.count - held, 0)
-        return max(end - self.size, self.count - self.values.shape[1], 0), end
+        end = max(self.count - held, self.first)
+        first = max(end - self.size, self.count - self.values.shape[1], self.first)
+        return min(first, end), end
 
-    def find(self, queries: Tensor, k: int, held: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers (H, T, k), keys and values (H, T, k, d) of the pairs nearest to queries (H, T, d)."""
+    def find(self, queries: Tensor, k: int, held: int) -> Found:
+        """The k pairs nearest to each of the queries (H, T, d)."""
         with self._lock:  # what several threads look into may be put in lists by the first
             first, end = self.visible(held)
-            self.first = max(self.first, first)
+            self.first = first
             self.keys.forget(first)
             numbers, keys = self.keys.search(queries, k, first, end)
         slots = numbers.clamp(min=0) % self.values.shape[1]
         if self.before:
             numbers = torch.where(numbers == MISSING, MISSING, numbers + self.before)
-        return numbers, keys, take(self.values, slots, queries.dtype)
+        return Found(keys, take(self.values, slots, queries.dtype), numbers)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All pairs that may be found now or later, in order: (H, n, d) each."""
@@ -148,16 +150,16 @@ class WorkingMemory:
 
     def has_visible(self, held: list[int] | None) -> bool:
         """Whether any row has a pair to be found, while the last `held` pairs of each are in the context."""
-        return any(row.visible(h)[1] for row, h in zip(self.rows, held or [0] * len(self.rows), strict=True))
+        seen = [row.visible(h) for row, h in zip(self.rows, held or [0] * len(self.rows), strict=True)]
+        return any(first < end for first, end in seen)
 
-    def find(self, queries: Tensor, k: int, held: list[int] | None) -> Found:
-        """The k nearest pairs for each of the queries (B, H, T, d), the last `held` pairs of each row left out."""
+    def find(self, queries: Tensor, k: int, held: list[int] | None) -> list[Found]:
+        """For each row the pairs nearest to its queries (B, H, T, d), its last `held` pairs left out."""
         found = []
         for number, one in enumerate(queries):
             row, kept = self._serving(number, len(queries), held)
             found.append(row.find(one, k, kept))
-        numbers, keys, values = (torch.stack(part) for part in zip(*found, strict=True))
-        return Found(keys, values, numbers)
+        return found
 
     def visible_pairs(self, number: int, batch: int, held: list[int] | None) -> tuple[Tensor, Tensor]:
         """All pairs that row `number` of a batch may find, (H, n, d) each."""
