@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mnemic.errors import UsageError
 from tests.reproductions.test_trime import HERE, imported, runner
 
 from tables.drill import Drill, repeating  # isort: skip
@@ -33,20 +34,22 @@ def run(root: Path, name: str) -> dict[str, Any]:
     return json.loads((root / "memorizing" / name / "results" / "smoke.json").read_text())
 
 
-def test_a_drill_is_of_rows_that_repeat_themselves() -> None:
-    drill = Drill(steps=1, batch_size=50, length=128)
-    rows = repeating(random.Random(0), 500, drill).tolist()
-    assert rows == repeating(random.Random(0), 500, drill).tolist()
+@pytest.mark.parametrize("letters", [0, 64])
+def test_a_drill_is_of_rows_that_repeat_themselves(letters: int) -> None:
+    drill = Drill(steps=1, batch_size=200, length=128)
+    rows = repeating(random.Random(0), 500, letters, drill).tolist()
+    assert rows == repeating(random.Random(0), 500, letters, drill).tolist()
     for row in rows:
         assert any(row[period:] == row[:-period] for period in range(8, 41))
+    kinds = [len(set(row)) for row in rows]
+    assert min(kinds) <= 4
+    assert max(kinds) > 20
+    assert len({token for row in rows for token in row}) > 450
 
 
-def test_rows_of_a_drill_may_have_few_letters() -> None:
-    rows = repeating(random.Random(0), 500, Drill(steps=1, batch_size=200, length=128, alphabet=8)).tolist()
-    sizes = [len(set(row)) for row in rows]
-    assert min(sizes) <= 8 and max(sizes) > 30
-    for row in rows:
-        assert any(row[period:] == row[:-period] for period in range(8, 41))
+def test_each_lesson_of_a_drill_has_a_loss() -> None:
+    with pytest.raises(UsageError, match="2 lessons"):
+        Drill(letters=[0, 64], until=[1.0])
 
 
 def test_a_drill_is_shared_by_memories_of_all_sizes(root: Path) -> None:

@@ -79,7 +79,7 @@ PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
         MnemicDecoderConfig,
         _T5
         | {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
-        | {"initializer_range": 0.05},
+        | {"head_dim": 64, "initializer_range": 0.05},
     ),
     "memorizing-256": (
         MnemicDecoderConfig,
