@@ -19,7 +19,8 @@ def show(folder: Path, size: str, results: dict[str, Any]) -> str:
     figure, axes = plt.subplots(figsize=(10, 3.2), layout="constrained")
     axes.plot(gains, linewidth=0.4)
     axes.axvline(smaller, color="grey", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="token", ylabel=f"loss with {smaller:,} pairs minus loss with {results['memory']:,}")
+    axes.set(xlabel="token", ylabel="gain (nats)")
+    axes.set_title(f"loss with {smaller:,} pairs minus loss with {results['memory']:,}", fontsize="medium")
     figure.savefig(folder / "results" / f"{size}.png", dpi=110)
     plt.close(figure)
     later = gains[smaller:]
