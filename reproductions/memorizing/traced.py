@@ -55,7 +55,7 @@ class Shown:
         seed = (settings.seeds if seeds is None else seeds)[0]
         found, known = trace_document(settings, seed, runs)
         results = {"size": size, "seed": seed, **known, **self.measure(found)}
-        write_text(folder / "results" / f"{size}.json", json.dumps(results, indent=1) + "\n")
+        write_text(folder / "results" / f"{size}.json", json.dumps(results) + "\n")
 
     def table(self, folder: Path, size: str) -> None:
         """Puts what was found in README.md."""

@@ -33,7 +33,7 @@ FEWEST = 4  # different tokens of a row
 class Drill(Config):
     """How long a new model looks back in rows of random tokens before it reads."""
 
-    steps: int = option(0, "steps of a lesson at most; 0: no drill")
+    steps: int = option(4000, "steps of a lesson at most")
     letters: list[int] = option([0], f"for each lesson the most different tokens of a row, {FEWEST} at least; 0: all")
     until: list[float] = option([0.0], f"the loss, a mean of {RECENT} steps, at which each is learned")
     batch_size: int = option(16, "rows of a step")
@@ -42,7 +42,9 @@ class Drill(Config):
     warmup: int = option(50, "steps of warm-up of each lesson")
 
     def check(self) -> None:
-        """Raises an error for lessons that are not said when they are learned."""
+        """Raises an error for lessons of no steps, or of which it is not said when they are learned."""
+        if self.steps < 1:
+            raise UsageError(f"a drill of {self.steps} steps: expected 1 or more, or no drill")
         if len(self.letters) != len(self.until):
             raise UsageError(f"a drill of {len(self.letters)} lessons needs as many losses: until = {self.until}")
 

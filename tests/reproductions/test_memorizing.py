@@ -50,6 +50,8 @@ def test_a_drill_is_of_rows_that_repeat_themselves(letters: int) -> None:
 def test_each_lesson_of_a_drill_has_a_loss() -> None:
     with pytest.raises(UsageError, match="2 lessons"):
         Drill(letters=[0, 64], until=[1.0])
+    with pytest.raises(UsageError, match="0 steps"):
+        Drill(steps=0)
 
 
 def test_a_drill_is_shared_by_memories_of_all_sizes(root: Path) -> None:
