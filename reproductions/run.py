@@ -2,7 +2,8 @@
 
 A reproduction is a folder `reproductions/<paper>/<row>/` with a `run.py` that has two functions:
 
-    main(folder, size, seeds, runs)    trains and measures what the row needs, into results/<size>.json
+    main(folder, size, seeds, runs)    trains and measures what the row needs, into results/<size>.json; that of a
+                                       table takes `only` too, a part of the labels that it is to run
     table(folder, size)                puts what is in that file beside the paper's figures in README.md
 
 Sizes are `small` (two cores), `smoke` (seconds, on text that is always there) and `paper` (the paper's own numbers).
@@ -63,7 +64,10 @@ def run(root: Path, arguments: Sequence[str]) -> None:
     if asked.data is not None:
         os.environ["MNEMIC_DATA"] = asked.data
     if not asked.table:
-        module.main(folder, asked.size, read_seeds(asked.seeds), Path(asked.runs))
+        chosen = {} if asked.only is None else {"only": asked.only}
+        if chosen and not hasattr(module, "TABLE"):
+            raise UsageError(f"{asked.row} is measured as a whole: leave out --only {asked.only}")
+        module.main(folder, asked.size, read_seeds(asked.seeds), Path(asked.runs), **chosen)
     if asked.size != "smoke":
         module.table(folder, asked.size)
 
@@ -75,6 +79,9 @@ def parser() -> Parser:
     options.add_argument("row", nargs="?", help="a table or figure of it")
     options.add_argument("size", nargs="?", default="small", help=f"{', '.join(SIZES)}; default: small")
     options.add_argument("--seeds", metavar="0,1,2", help="the seeds to run; default: those of the settings")
+    options.add_argument(
+        "--only", metavar="TEXT", help="of a table, only what has this in its name; two commands may run side by side"
+    )
     options.add_argument("--data", metavar="FOLDER", help="where the corpora lie; default: MNEMIC_DATA, or the hub")
     options.add_argument(
         "--runs", metavar="FOLDER", default="runs/reproductions", help="where trained models and stores are kept"

@@ -1,7 +1,8 @@
 """Runs a table of a paper: trains, tunes on valid what is tuned, measures, writes results/<size>.json.
 
 The file is written after each measurement. Killed and started again, a run goes on: models and stores from where they
-stopped, and what was measured with the same settings is not measured again, also for another table.
+stopped, and what was measured with the same settings is not measured again, also for another table. Several processes
+may run the same table at a time, each another part of it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from tables.settings import Settings, identity
 
 import mnemic
 from mnemic.augment import augment
+from mnemic.errors import UsageError
 from mnemic.evaluate import evaluate
 from mnemic.evaluate.config import METRICS
 from mnemic.evaluate.tuning import default_grid
-from mnemic.files import write_text
+from mnemic.files import lock, write_text
 from mnemic.memories.output.testing import Grid
 from mnemic.train.report import commit, versions
 from mnemic.train.terminal import say
@@ -99,25 +101,37 @@ class Table:
         """What a row is called in the results."""
         return row.label if len(row.paper) == len(self.columns) else f"{row.label}: {', '.join(row.paper)}"
 
-    def main(self, folder: Path, size: str, seeds: Sequence[int] | None, runs: Path) -> None:
-        """Runs what is not in the results yet; what other settings made is left out of them."""
+    def main(self, folder: Path, size: str, seeds: Sequence[int] | None, runs: Path, only: str = "") -> None:
+        """Runs what has `only` in its key and is not in the results; what other settings made is left out of them."""
         settings = Settings.read(folder / f"{size}.toml")
         path = folder / "results" / f"{size}.json"
 
         def of(row: Row, seed: int) -> Measurement:
             return Measurement(self, row, settings.varied(row.variant), seed, runs)
 
-        old, found = read_results(path).get("measurements", {}), dict[str, Any]()
         rows = [row for row in self.rows if settings.has(row.variant)]
-        for row in rows:
-            before = old.get(self.key(row), {}).items()
-            found[self.key(row)] = {s: made for s, made in before if made["identity"] == of(row, int(s)).identity}
-        results = {"table": self.name, "size": size, "settings": settings.to_dict(), "measurements": found}
-        for seed in settings.seeds if seeds is None else seeds:
+
+        def done() -> dict[str, Any]:
+            """What has been measured with these settings, by whichever process."""
+            old, found = read_results(path).get("measurements", {}), dict[str, Any]()
             for row in rows:
-                if str(seed) not in found[self.key(row)]:
-                    say(f"{self.name} ({size}), seed {seed}: {self.key(row)}")
-                    found[self.key(row)][str(seed)] = of(row, seed).make()
+                before = old.get(self.key(row), {}).items()
+                found[self.key(row)] = {s: made for s, made in before if made["identity"] == of(row, int(s)).identity}
+            return found
+
+        asked = [row for row in rows if only in self.key(row)]
+        if not asked:
+            raise UsageError(f"--only {only}: expected a part of one of these: {'; '.join(map(self.key, rows))}")
+        for seed in settings.seeds if seeds is None else seeds:
+            for row in asked:
+                if str(seed) in done()[self.key(row)]:
+                    continue
+                say(f"{self.name} ({size}), seed {seed}: {self.key(row)}")
+                made = of(row, seed).make()
+                with lock(runs / "results.lock", "the results", wait=True):
+                    found = done()
+                    found[self.key(row)][str(seed)] = made
+                    results = {"table": self.name, "size": size, "settings": settings.to_dict(), "measurements": found}
                     write_text(path, json.dumps(results, indent=2) + "\n")
 
     def table(self, folder: Path, size: str) -> None:

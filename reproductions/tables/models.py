@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ from mnemic.augment import AugmentedModel, augment
 from mnemic.cli.loading import load_model, new_model, read_new_model
 from mnemic.data import load_tokenizer, train_tokenizer
 from mnemic.errors import UsageError
-from mnemic.files import new_folder, write_text
+from mnemic.files import lock, new_folder, write_text
 from mnemic.train import train
 from mnemic.train.report import commit
 from mnemic.train.terminal import no_other_bars
@@ -56,6 +57,11 @@ LOCAL = Trained("local", memory={"training": "local"})
 LONG = Trained("long", "consecutive", {"training": "consecutive"})
 PREVIOUS = Trained("previous", "documents", {"training": "previous"})
 EXT = Trained("ext", "similar", {"training": "batch"})
+
+
+def alone(folder: Path) -> AbstractContextManager[None]:
+    """What several processes may want to make, one makes, and the others wait for."""
+    return lock(folder.with_name(f".{folder.name}.lock"), str(folder), wait=True)
 
 
 class Model:
@@ -88,12 +94,13 @@ class Model:
 
     def train(self) -> dict[str, Any]:
         """Trains the model, or goes on with it, unless that is done; its report."""
-        if (self.folder / "model").is_dir():
-            report: dict[str, Any] = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
-            return report
-        model = self.begun()
-        corpus = self.settings.text("home").open()
-        return dict(train(model, self.tokenizer, corpus, self.config).report)
+        with alone(self.folder):
+            if (self.folder / "model").is_dir():
+                report: dict[str, Any] = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
+                return report
+            model = self.begun()
+            corpus = self.settings.text("home").open()
+            return dict(train(model, self.tokenizer, corpus, self.config).report)
 
     def begun(self) -> Any:
         """The model before it is trained: new, or another one that has been trained."""
@@ -129,17 +136,20 @@ class Model:
         learned = {} if self.memory is None else self.memory.to_dict() | {"size": 0}
         shape = self.settings.model_settings | {"xl_length": 0}
         name = identity(len(self.tokenizer), self.settings.model, shape, learned, self.settings.drill)
-        drilled(model, Drill(**self.settings.drill), self.seed, self.runs / f"drilled-{name}-seed{self.seed}")
+        folder = self.runs / f"drilled-{name}-seed{self.seed}"
+        with alone(folder):
+            drilled(model, Drill(**self.settings.drill), self.seed, folder)
 
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer, trained on the home text, which all models of that text share."""
-        if not self.tokenizer_folder.is_dir():
-            settings = self.settings
-            documents = settings.text("home").open().documents("train")
-            tokenizer = train_tokenizer(documents, settings.tokenizer, settings.vocab_size)
-            with new_folder(self.tokenizer_folder) as folder:
-                tokenizer.save_pretrained(folder)
+        with alone(self.tokenizer_folder):
+            if not self.tokenizer_folder.is_dir():
+                settings = self.settings
+                documents = settings.text("home").open().documents("train")
+                tokenizer = train_tokenizer(documents, settings.tokenizer, settings.vocab_size)
+                with new_folder(self.tokenizer_folder) as folder:
+                    tokenizer.save_pretrained(folder)
         return load_tokenizer(self.tokenizer_folder)
 
     def load(self) -> Any:

@@ -182,15 +182,18 @@ def remove_unfinished(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock(path: str | Path, what: str) -> Iterator[None]:
-    """Holds an exclusive `flock` on `path`; `what` names the thing in the error that says who else has it."""
+def lock(path: str | Path, what: str, wait: bool = False) -> Iterator[None]:
+    """Holds an exclusive `flock` on `path`; `what` names the thing in the error that says who else has it.
+
+    With `wait` there is no error: it goes on when the other one has let go.
+    """
     path = Path(path)
     with clear_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _open_lock(path)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             text = os.pread(descriptor, 200, 0).decode(errors="replace")
             holder = "".join(letter for letter in text if letter.isprintable()) or "another process"

@@ -54,6 +54,19 @@ def test_each_lesson_of_a_drill_has_a_loss() -> None:
         Drill(steps=0)
 
 
+def test_parts_of_a_table_are_run_one_by_one(root: Path, tmp_path: Path) -> None:
+    whole, runs = run(root, "table4"), str(root / "runs")
+    shutil.copytree(root / "memorizing", tmp_path / "memorizing", ignore=shutil.ignore_patterns("results"))
+    results = tmp_path / "memorizing" / "table4" / "results" / "smoke.json"
+    for part in ("no memory", "memory of"):
+        runner.run(tmp_path, ["memorizing", "table4", "smoke", "--runs", runs, "--only", part])
+        done = {key for key, seeds in json.loads(results.read_text())["measurements"].items() if seeds}
+        assert done >= {key for key in whole["measurements"] if part in key}
+    assert done == set(whole["measurements"])
+    with pytest.raises(UsageError, match="--only nothing: expected a part of one of these: 512, no memory"):
+        runner.run(tmp_path, ["memorizing", "table4", "smoke", "--runs", runs, "--only", "nothing"])
+
+
 def test_a_drill_is_shared_by_memories_of_all_sizes(root: Path) -> None:
     run(root, "table4")
     drilled = list((root / "runs").glob("drilled-*"))

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -220,6 +221,24 @@ def test_lock_between_processes(tmp_path) -> None:
         kill(process)
     with files.lock(tmp_path / "deep/lock", "the store"):  # the kernel frees the lock of the dead
         pass
+
+
+def test_a_lock_can_be_waited_for(tmp_path) -> None:
+    process = start(HOLD_LOCK, tmp_path / "lock")
+    taken = threading.Event()
+
+    def take() -> None:
+        with files.lock(tmp_path / "lock", "it", wait=True):
+            taken.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    try:
+        assert not taken.wait(0.2)
+    finally:
+        kill(process)
+        thread.join()
+    assert taken.is_set()
 
 
 def test_lock_is_free_again_after_an_error(tmp_path) -> None:

@@ -72,6 +72,7 @@ def test_the_table_alone_runs_nothing(runner, root: Path) -> None:
         (["pkm", "not-a-row"], "unknown row of pkm 'not-a-row'"),
         (["pkm", "figure3", "smal"], "unknown size 'smal': did you mean 'small'"),
         (["pkm", "figure3", "--seeds", "a"], "--seeds a: expected numbers"),
+        (["pkm", "figure3", "--only", "it"], "figure3 is measured as a whole: leave out --only it"),
         (["pkm", "figure3", "--tabel"], "unknown option --tabel: did you mean --table"),
     ],
 )
