@@ -1,13 +1,13 @@
 """What an attention memory costs: a training step, a generated token, its bytes, and its recall on real keys.
 
 A model of 12 layers of 256 with 8 heads (memory in the 9th layer, segments of 512 tokens, two rows) is trained for a
-short while on a text. Each process then fills the memory with that text and measures with a full memory: search,
-insertion and eviction are in the step.
+short while on a text. Each process then fills the memory with that text and measures with a full memory, in turns with
+the same model without memory: search, insertion and eviction are in the step.
 
-    training     no memory, and memories of 8,192, 65,536 and 262,144 pairs
-    generation   one token, without and with 65,536 pairs
-    peer         one key/value head, 65,536 pairs: mnemic, and the PyPI package memorizing-transformers-pytorch, each
-                 against its own model without memory; the package is looked for in --peer FOLDER too
+    training     memories of 8,192, 65,536 and 262,144 pairs
+    generation   one token, with 65,536 pairs
+    peer         one key/value head, 65,536 pairs: mnemic at two recalls, and the PyPI package
+                 memorizing-transformers-pytorch as it is and with a wider search; it is looked for in --peer FOLDER too
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from typing import Any
 from harness import compare, table
 
 PARTS = {
-    "training": ["none", "8192", "65536", "262144"],
-    "generation": ["none", "65536"],
-    "peer": ["none", "65536", "peer-none", "peer-65536"],
+    "training": ["8192", "65536", "262144"],
+    "generation": ["65536"],
+    "peer": ["peer", "peer, wide", "mnemic", "mnemic, narrow"],
 }
+PEER_PAIRS = 65_536
+WIDE = 1024  # candidates of the peer's search (HNSW), 16 as it is
+NARROW = 0.3  # the recall that is asked for; the peer's own is lower
 WARM = 4  # steps before those that are measured
 ROWS, SEGMENT, HEADS, WIDTH, LAYERS, VOCABULARY = 2, 512, 8, 256, 12, 8192
 
@@ -75,19 +78,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    if options.setting.startswith("peer-"):
-        return measure_peer(options, int(options.setting.removeprefix("peer-").replace("none", "0")))
-    size = int(options.setting.replace("none", "0"))
+    if options.setting.startswith("peer"):
+        return measure_peer(options, options.setting == "peer, wide")
+    size = PEER_PAIRS if options.part == "peer" else int(options.setting)
     ids = text(options, size + (options.steps + WARM + 2) * SEGMENT)
     model = one_head(size) if options.part == "peer" else made(options, size)
+    if options.setting == "mnemic, narrow":
+        model.memory.change("attention", recall=NARROW)
     training = options.part != "generation"
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    state = model.memory.new_state(ROWS) if size else None
-    stepped(model, optimiser, ids, state, WARM)  # so that all that a step needs besides what is remembered is there
-    before, state = resident(), model.memory.new_state(ROWS) if size else None
-    if state is None:
-        seconds = stepped(model, optimiser, ids, state, options.steps) if training else generated(model, ids, state)
-        return {"seconds": min(seconds), "all_seconds": seconds}
+    stepped(model, optimiser, ids, model.memory.new_state(ROWS), WARM)  # all that a step needs besides is there then
+    before, state = resident(), model.memory.new_state(ROWS)
     fill(model, ids[:, :size], state)
     (memory,), ids = state["attention"].memories.values(), ids[:, size:]
     for row in memory.rows:
@@ -95,11 +96,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     stepped(model, optimiser, ids, state, WARM)  # their queries tell how many lists are worth a look
     rarely = seconds_of_rare_work(memory, size)
     ids = ids[:, WARM * SEGMENT :]
-    seconds = stepped(model, optimiser, ids, state, options.steps) if training else generated(model, ids, state)
-    pairs = 2 * 4 * sum(size * row.values.shape[0] * row.values.shape[2] for row in memory.rows)
+    seconds, without = (
+        stepped(model, optimiser, ids, state, options.steps) if training else generated(model, ids, state)
+    )
+    found = {"without": min(without), "all_seconds": seconds, "all_without": without}
     if not training:
-        return {"seconds": min(seconds), "all_seconds": seconds}
-    found = {"all_seconds": seconds, "pairs_bytes": pairs, "rare_work": rarely}
+        return {"seconds": min(seconds), **found}
+    pairs = 2 * 4 * sum(size * row.values.shape[0] * row.values.shape[2] for row in memory.rows)
+    found |= {"pairs_bytes": pairs, "rare_work": rarely}
     listed = [row.keys for row in memory.rows if hasattr(row.keys, "recall")]
     found |= {"recall": [keys.recall(32) for keys in listed]}
     found |= {"probes": [[lists.probes for lists in keys.heads] for keys in listed]}
@@ -154,12 +158,10 @@ def text(options: argparse.Namespace, length: int) -> Any:
 
 
 def made(options: argparse.Namespace, size: int) -> Any:
-    """The trained model, with a memory of that size, or its base."""
+    """The trained model, with a memory of that size."""
     import mnemic
 
     model = mnemic.load(Path(options.folder) / "run" / "model")
-    if not size:
-        return model.memory.detach().train()
     model.memory.change("attention", size=size)
     return model.train()
 
@@ -173,7 +175,7 @@ def one_head(size: int) -> Any:
     shape = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4 * WIDTH, **shape)
     model = LlamaForCausalLM(config)
-    return mnemic.augment(model, mnemic.KNNAttention(size=size)).train() if size else model.train()
+    return mnemic.augment(model, mnemic.KNNAttention(size=size)).train()
 
 
 def fill(model: Any, ids: Any, state: Any) -> None:
@@ -192,43 +194,54 @@ def fill(model: Any, ids: Any, state: Any) -> None:
     model.train()
 
 
-def stepped(model: Any, optimiser: Any, ids: Any, state: Any, steps: int) -> list[float]:
-    """The seconds of training steps, each of the next segment."""
+def stepped(model: Any, optimiser: Any, ids: Any, state: Any, steps: int) -> tuple[list[float], list[float]]:
+    """The seconds of training steps, each of the next segment: with the memory, and without it."""
     from mnemic.hf.losses import token_losses
 
-    more = {} if state is None else {"memory_state": state}
-    seconds = []
-    for number in range(steps):
-        part = ids[:, number * SEGMENT : (number + 1) * SEGMENT + 1]
+    def step(part: Any, **more: Any) -> float:
         start = time.perf_counter()
         optimiser.zero_grad(set_to_none=True)
         losses = token_losses(model, part[:, 1:], input_ids=part[:, :-1], use_cache=False, **more)[0]
         losses.mean().backward()
         optimiser.step()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+        return time.perf_counter() - start
+
+    seconds, without = [], []
+    for number in range(steps):
+        part = ids[:, number * SEGMENT : (number + 1) * SEGMENT + 1]
+        seconds.append(step(part, memory_state=state))
+        with model.memory.disabled():
+            without.append(step(part))
+    return seconds, without
 
 
-def generated(model: Any, ids: Any, state: Any, tokens: int = 60) -> list[float]:
-    """The seconds of single tokens of one row, after a segment of context."""
+def generated(model: Any, ids: Any, state: Any, tokens: int = 60) -> tuple[list[float], list[float]]:
+    """The seconds of single tokens of one row, after a segment of context: with the memory, and without it."""
     import torch
     from transformers import DynamicCache
 
     model.eval()
-    if state is not None:
-        state["attention"].batch_select_indices(torch.tensor([0]))
-        model.memory.attention.shared = state["attention"]
-    cache, step, seconds = DynamicCache(), ids[:1, :SEGMENT], []
+    state["attention"].batch_select_indices(torch.tensor([0]))
+    model.memory.attention.shared = state["attention"]
+
+    def token(last: Any, cache: Any, seconds: list[float]) -> Any:
+        start = time.perf_counter()
+        found = model(input_ids=last, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        seconds.append(time.perf_counter() - start)
+        return found
+
+    seconds, without = list[float](), list[float]()
+    caches, last = (DynamicCache(), DynamicCache()), [ids[:1, :SEGMENT]] * 2
     with torch.no_grad():
         for _ in range(tokens):
-            start = time.perf_counter()
-            step = model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-            seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+            last[0] = token(last[0], caches[0], seconds)
+            with model.memory.disabled():
+                last[1] = token(last[1], caches[1], without)
+    return seconds[1:], without[1:]
 
 
-def measure_peer(options: argparse.Namespace, size: int) -> dict[str, Any]:
-    """A training step of the peer with a full memory, or of its model without one."""
+def measure_peer(options: argparse.Namespace, wide: bool) -> dict[str, Any]:
+    """A training step of the peer with a full memory, in turns with one of its model without a memory."""
     import tempfile
 
     import torch
@@ -237,33 +250,45 @@ def measure_peer(options: argparse.Namespace, size: int) -> dict[str, Any]:
         sys.path.append(options.peer)
     from memorizing_transformers_pytorch import MemorizingTransformer
 
-    ids = text(options, size + (options.steps + 3) * SEGMENT)
-    with tempfile.TemporaryDirectory() as folder:
+    def new(folder: str, layer: int) -> tuple[Any, Any]:
         model = MemorizingTransformer(
             num_tokens=VOCABULARY,
             dim=WIDTH,
             depth=LAYERS,
             dim_head=WIDTH // HEADS,
             heads=HEADS,
-            memorizing_layers=(9,) if size else (0,),
-            max_knn_memories=2 * (size or SEGMENT),  # at its capacity it forgets everything
+            memorizing_layers=(layer,),
+            max_knn_memories=2 * PEER_PAIRS,  # at its capacity it forgets everything
             num_retrieved_memories=32,
             knn_memories_directory=folder,
         ).train()
-        optimiser, seconds = torch.optim.AdamW(model.parameters(), lr=1e-4), []
-        with model.knn_memories_context(batch_size=ROWS) as memories:
-            for number, part in enumerate(ids[:, : -SEGMENT - 1].unfold(1, SEGMENT + 1, SEGMENT).unbind(1)):
-                if number < size // SEGMENT:
-                    with torch.no_grad():
-                        model(part[:, :-1], knn_memories=memories)
-                    continue
-                start = time.perf_counter()
-                optimiser.zero_grad(set_to_none=True)
-                model(part[:, :-1], labels=part[:, 1:], knn_memories=memories).backward()
-                optimiser.step()
-                seconds.append(time.perf_counter() - start)
-            recall = [peer_recall(model, ids[:, -SEGMENT:], memories)] if size else []
-    return {"seconds": min(seconds), "all_seconds": seconds, "recall": recall}
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(model: Any, optimiser: Any, part: Any, **more: Any) -> float:
+        start = time.perf_counter()
+        optimiser.zero_grad(set_to_none=True)
+        model(part[:, :-1], labels=part[:, 1:], **more).backward()
+        optimiser.step()
+        return time.perf_counter() - start
+
+    ids = text(options, PEER_PAIRS + (options.steps + 3) * SEGMENT)
+    parts = list(ids[:, : -SEGMENT - 1].unfold(1, SEGMENT + 1, SEGMENT).unbind(1))
+    filling = PEER_PAIRS // SEGMENT
+    seconds, without = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        (model, optimiser), bare = new(folder, 9), new(folder, 0)  # there is no layer 0: none has a memory
+        with model.knn_memories_context(batch_size=ROWS) as memories, torch.no_grad():
+            for part in parts[:filling]:
+                model(part[:, :-1], knn_memories=memories)
+            for index in memories[0].knns if wide else ():
+                index.index.hnsw.efSearch = WIDE
+            with torch.enable_grad():
+                for part in parts[filling:]:
+                    seconds.append(step(model, optimiser, part, knn_memories=memories))
+                    without.append(step(*bare, part, knn_memories=bare[0].create_knn_memories(batch_size=ROWS)))
+            recall = peer_recall(model, ids[:, -SEGMENT:], memories)
+    found = {"recall": [recall], "all_seconds": seconds, "all_without": without}
+    return {"seconds": min(seconds), "without": min(without), **found}
 
 
 def peer_recall(model: Any, ids: Any, memories: Any) -> float:

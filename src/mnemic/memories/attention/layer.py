@@ -61,7 +61,7 @@ def attend_to_pairs(queries: Tensor, keys: Tensor, values: Tensor, found: Tensor
 
     No gradient goes to the pairs; through the scores it goes to the queries.
     """
-    scores = (keys @ queries.unsqueeze(-1)).squeeze(-1).masked_fill(~found, -torch.inf)
+    scores = (queries.unsqueeze(-2) @ keys.transpose(-1, -2)).squeeze(-2).masked_fill(~found, -torch.inf)
     none = ~found.any(-1, keepdim=True)
     mass = scores.masked_fill(none, 0).logsumexp(-1)  # 0: of -inf alone the gradient would be no number
     weights = (scores - mass.unsqueeze(-1)).exp()

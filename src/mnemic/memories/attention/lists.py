@@ -50,11 +50,21 @@ class Lists:
         """Looks into more lists if a search finds less than it shall, and into fewer if it finds more."""
         asked = queries.float().numpy()
         true = self._found(asked, k, self.index.nlist)
-        if (found := share(self._found(asked, k, self.probes), true)) > wanted + 0.02 and self.probes > 2:
+
+        def found(probes: int) -> float:
+            return share(self._found(asked, k, probes), true)
+
+        if (now := found(self.probes)) > wanted + 0.02 and self.probes > 2:
             self.probes -= max(self.probes // 5, 1)
-        while found < wanted and self.probes < self.index.nlist:
-            self.probes = min(self.probes + max(self.probes // 2, 1), self.index.nlist)
-            found = share(self._found(asked, k, self.probes), true)
+        elif now < wanted:
+            few, many = self.probes, self.probes
+            while many < self.index.nlist and now < wanted:
+                few, many = many, min(2 * many, self.index.nlist)
+                now = found(many)
+            while many - few > max(few // 8, 1):
+                middle = (few + many) // 2
+                few, many = (middle, many) if found(middle) < wanted else (few, middle)
+            self.probes = many
         self.index.nprobe = self.probes
 
     def recall(self, queries: Tensor, k: int) -> float:
@@ -101,12 +111,12 @@ class Lists:
         """Takes out the keys before number `first`."""
         self.index.remove_ids(faiss.IDSelectorRange(0, first))
 
-    def search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The numbers (T, k) of the nearest keys, -1 where there are too few, and these keys (T, k, d)."""
-        _, numbers, keys = self.index.search_and_reconstruct(queries.float().numpy(), k)
-        if (numbers < 0).any():
-            keys[numbers < 0] = 0  # FAISS leaves no numbers there
-        return torch.from_numpy(numbers), torch.from_numpy(keys).to(queries.dtype)
+    def search(self, queries: Tensor, numbers: Tensor, keys: Tensor) -> None:
+        """Writes the numbers (T, k) of the nearest keys, -1 where there are too few, and these keys (T, k, d)."""
+        found, vectors = numbers.numpy(), keys.numpy()
+        self.index.search_and_reconstruct(queries.float().numpy(), found.shape[1], I=found, R=vectors)
+        if (found < 0).any():
+            vectors[found < 0] = 0  # FAISS leaves no numbers there
 
     def keys(self, first: int, end: int) -> Tensor:
         """The keys numbered `first` to `end`, in order."""

@@ -161,25 +161,33 @@ class ListedKeys:
         asked = queries[:, :: max(queries.shape[1] // EACH, 1)].detach().float()
         self.queries = asked if self.queries is None else torch.cat([self.queries, asked], 1)[:, -ASKED:]
         self._list(end)
-        begin = max(first, self.listed)
-        waiting = self.waiting[:, begin - self.listed : end - self.listed].to(queries.dtype)
-        numbers = torch.full((*queries.shape[:2], k), MISSING)
-        keys = torch.zeros(*queries.shape[:2], k, queries.shape[2], dtype=queries.dtype)
         stale = min(self.first - self.removed, k)  # what may be found though it is forgotten
-        for head, query in enumerate(queries):
-            new = nearest(query, [waiting[head]], k)
-            ids, vectors = new + begin, waiting[head][new]
-            if self.any_listed:
-                old, theirs = self.heads[head].search(query, k + stale)
-                old = old.masked_fill_((old < first) | (old >= end), MISSING)
-                ids, vectors = torch.cat([old, ids], 1), torch.cat([theirs, vectors], 1)
-            if ids.shape[1] > k:
-                scores = (vectors @ query.unsqueeze(2)).squeeze(2).masked_fill(ids == MISSING, -torch.inf)
-                best = scores.topk(k, 1).indices
-                ids = ids.gather(1, best)
-                vectors = vectors.gather(1, best.unsqueeze(2).expand(-1, -1, vectors.shape[2]))
-            numbers[head, :, : ids.shape[1]], keys[head, :, : ids.shape[1]] = ids, vectors
+        numbers = torch.full((*queries.shape[:2], k + stale), MISSING)
+        keys = torch.empty(*numbers.shape, queries.shape[2])
+        if self.any_listed:
+            for head, query in enumerate(queries):
+                self.heads[head].search(query, numbers[head], keys[head])
+            numbers.masked_fill_((numbers < first) | (numbers >= end), MISSING)
+        keys = keys.to(queries.dtype)
+        begin = max(first, self.listed)
+        if end > begin or stale or not self.any_listed:
+            waiting = self.waiting[:, begin - self.listed : end - self.listed].to(queries.dtype)
+            parts = [
+                self._with_waiting(*of_head, begin, k) for of_head in zip(queries, numbers, keys, waiting, strict=True)
+            ]
+            numbers, keys = (torch.stack(part) for part in zip(*parts, strict=True))
         return numbers, keys
+
+    @staticmethod
+    def _with_waiting(
+        queries: Tensor, numbers: Tensor, keys: Tensor, waiting: Tensor, begin: int, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """The k nearest of what the lists of a head gave, (T, n) and (T, n, d), and of keys numbered from `begin`."""
+        new = nearest(queries, [waiting], k)
+        numbers, keys = torch.cat([numbers, new + begin], 1), torch.cat([keys, waiting[new]], 1)
+        scores = (queries.unsqueeze(1) @ keys.transpose(1, 2)).squeeze(1).masked_fill_(numbers == MISSING, -torch.inf)
+        best = scores.topk(k, 1).indices
+        return numbers.gather(1, best), keys.gather(1, best.unsqueeze(2).expand(-1, -1, keys.shape[2]))
 
     def _list(self, end: int) -> None:
         """Lists the waiting keys before number `end`, if there are enough; with new points, all keys."""

@@ -40,7 +40,7 @@ class Found:
         keys, values, numbers = (
             torch.cat([getattr(p, name) for p in parts], 2) for name in ("keys", "values", "numbers")
         )
-        scores = (keys @ queries.unsqueeze(3)).squeeze(3).masked_fill(numbers == MISSING, -torch.inf)
+        scores = (queries.unsqueeze(2) @ keys.transpose(2, 3)).squeeze(2).masked_fill(numbers == MISSING, -torch.inf)
         chosen = scores.topk(k, 2).indices
         wide = chosen.unsqueeze(3).expand(-1, -1, -1, keys.shape[3])
         return cls(keys.gather(2, wide), values.gather(2, wide), numbers.gather(2, chosen))
