@@ -163,7 +163,8 @@ class ListedKeys:
         self._list(end)
         stale = min(self.first - self.removed, k)  # what may be found though it is forgotten
         numbers = torch.full((*queries.shape[:2], k + stale), MISSING)
-        keys = torch.empty(*numbers.shape, queries.shape[2])
+        new = torch.empty if self.any_listed else torch.zeros  # lists write every key
+        keys = new(*numbers.shape, queries.shape[2])
         if self.any_listed:
             for head, query in enumerate(queries):
                 self.heads[head].search(query, numbers[head], keys[head])
