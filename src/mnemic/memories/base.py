@@ -80,8 +80,11 @@ class Handle(nn.Module):
         """What the state of so many rows takes at most."""
         return 0
 
-    def check_training(self, config: Any) -> None:
-        """Refuses settings of training (TrainConfig) that this memory cannot be trained with."""
+    def check_training(self, config: Any, kind: str) -> None:
+        """Refuses settings of training (TrainConfig) that this memory cannot be trained with.
+
+        kind: of the model, "causal", "masked" or "seq2seq".
+        """
 
     def begin_step(self, step: int, steps: int) -> None:
         """Tells how far training is, before each step."""

@@ -178,10 +178,10 @@ class Memory(nn.Module):
             for handle in idle:
                 handle.switch(self._times_disabled == 0)
 
-    def check_training(self, config: Any) -> None:
-        """Refuses settings of training that a memory cannot be trained with."""
+    def check_training(self, config: Any, kind: str) -> None:
+        """Refuses settings of training that a memory in a model of this kind cannot be trained with."""
         for handle in self.handles.values():
-            handle.check_training(config)
+            handle.check_training(config, kind)
 
     def detach(self) -> PreTrainedModel:
         """Takes every memory out and returns the model, which is its base again."""

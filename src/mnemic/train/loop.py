@@ -92,7 +92,7 @@ class Loop:
         check_length(model, config.segment_length, "segment_length")
         self.objective = make_objective(config.objective, model, tokenizer, config.seed, config.label_smoothing)
         if self.objective.memory is not None:
-            self.objective.memory.check_training(config)
+            self.objective.memory.check_training(config, self.objective.kind)
         self.parameters = select_trainable(model, config)
         self.optimizer = make_optimizer(self.parameters, config)
         self.stream = self.new_stream(self.tokenize(config.split))

@@ -129,6 +129,6 @@ def test_sru_trains_with_it_and_goes_on_exactly(accumulate: int, tmp_path: Any, 
 def test_rows_that_do_not_read_on_are_refused() -> None:
     model = augmented(training="previous")
     with pytest.raises(UsageError, match="rows that read on from batch to batch: train with batching"):
-        model.memory.output.check_training(mnemic.TrainConfig(batching="shuffled"))
+        model.memory.output.check_training(mnemic.TrainConfig(batching="shuffled"), "causal")
     with pytest.raises(UsageError, match="pairs do not go on"):
         augmented("t5", training="previous")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, Self
 
@@ -22,9 +21,10 @@ from mnemic.hf.positions import positions
 from mnemic.hf.xl import new_xl_cache
 from mnemic.memories.attention import layer as mathematics
 from mnemic.memories.attention.config import KNNAttention
+from mnemic.memories.attention.contexts import Within
 from mnemic.memories.attention.layer import MemoryMix, unit
 from mnemic.memories.attention.reading import Forward
-from mnemic.memories.attention.search import ExactKeys, Keys, ListedKeys
+from mnemic.memories.attention.search import ExactKeys, Keys, ListedKeys, new_ring
 from mnemic.memories.attention.state import State
 from mnemic.memories.attention.working import Row, WorkingMemory
 from mnemic.memories.base import Handle, Reading
@@ -36,7 +36,10 @@ SEGMENT = 512  # tokens that are read at a time
 SPARE = 512  # pairs that a row keeps at least beyond its size, for what the context holds
 
 
-_forwards: ContextVar[dict[int, Forward] | None] = ContextVar("mnemic_attention_forwards", default=None)
+_forward = Within[Forward]("forward")
+_heard = Within[list[Tensor]]("heard")
+_observed = Within[list[dict[str, Tensor]]]("observed")
+_size = Within[int]("size")
 
 
 class Attached(Handle):
@@ -52,8 +55,6 @@ class Attached(Handle):
         self._pending: list[Forward] = []  # whose layers run again in the backward pass
         self.shared: State | None = None  # what `read` has read, for all to look into
         self.stored: State | None = None  # what a store has kept, likewise
-        self._heard: list[Tensor] | None = None
-        self._observed: list[dict[str, Tensor]] | None = None
         if config.xl_length:
             new_xl_cache(places, config.xl_length, 1)  # tells if the model cannot have one
         depth = len(places.blocks)
@@ -94,7 +95,7 @@ class Attached(Handle):
     # What is kept of a text
 
     def state_bytes(self, rows: int) -> int:
-        return self._bytes(rows * (self.config.size + self._spare))
+        return self._bytes(rows * (self.size + self._spare))
 
     def _bytes(self, pairs: int) -> int:
         width = 2 if self.config.dtype == "float16" else 4
@@ -114,12 +115,12 @@ class Attached(Handle):
 
     def new_state(self, rows: int) -> State | None:
         """Empty memories for so many rows; UsageError if there is no room for them."""
-        return self._empty(rows) if self.config.size else None
+        return self._empty(rows) if self.size else None
 
     def _empty(self, rows: int) -> State:
-        size = self.config.size
-        self._check_room(rows, size)
-        return State({index: WorkingMemory([self._row(index, size) for _ in range(rows)]) for index in self.indices})
+        self._check_room(rows, self.size)
+        rings = {index: [self._row(index, self.size) for _ in range(rows)] for index in self.indices}
+        return State({index: WorkingMemory(of_layer) for index, of_layer in rings.items()})
 
     def _check_room(self, rows: int, size: int) -> None:
         needed, free = self._bytes(rows * (size + self._spare)), psutil.virtual_memory().available
@@ -131,7 +132,7 @@ class Attached(Handle):
 
     def _row(self, index: int, size: int) -> Row:
         hook, dtype = self._hooks[index], getattr(torch, self.config.dtype)
-        values = torch.empty(hook.kv_heads, size + self._spare, hook.width, dtype=dtype, device=self._device)
+        values = new_ring(hook.kv_heads, size + self._spare, hook.width, dtype, self._device)
         return Row(size, values, self._keys(index, size, dtype))
 
     def _keys(self, index: int, size: int, dtype: torch.dtype) -> Keys:
@@ -139,6 +140,10 @@ class Attached(Handle):
         listed = config.search == "lists"
         if config.search == "auto":
             listed = self._device.type == "cpu" and size > EXACT
+        if listed and self._device.type != "cpu":
+            raise UsageError(
+                "KNNAttention.search = 'lists' is for CPUs: set it to exact or auto, which compare all pairs"
+            )
         if listed and not config.dense:
             return ListedKeys(size, config.k, config.recall, hook.kv_heads, hook.width, dtype)
         return ExactKeys(hook.kv_heads, hook.width, size + self._spare, dtype, self._device)
@@ -147,6 +152,8 @@ class Attached(Handle):
     def read(self, input_ids: Tensor, mask: Tensor | None = None, segment_length: int = SEGMENT) -> None:
         """Reads texts (B, T), which every later forward may look into until `reset`; goes on from what was read."""
         (stack,) = self._stack_part
+        if not self._on:
+            raise UsageError("a memory that is disabled reads nothing: read() outside of disabled()")
         if self.shared is not None and len(input_ids) != len(next(iter(self.shared.memories.values())).rows):
             raise UsageError(
                 "read() goes on with as many texts as it has read so far: reset() the memory to begin anew"
@@ -172,30 +179,26 @@ class Attached(Handle):
         """Within this context, what the first row of each forward finds; see `Forward.observed`."""
         if self.config.dense:
             raise UsageError("dense attention finds nothing in particular: set dense = False to see what is retrieved")
-        self._observed = seen = list[dict[str, Tensor]]()
-        try:
+        with _observed.being(self, []) as seen:
             yield seen
-        finally:
-            self._observed = None
 
     @contextlib.contextmanager
     def sized(self, size: int) -> Iterator[None]:
         """Within this context, new states keep `size` pairs a row."""
-        config = self.config
-        self.config = dataclasses.replace(config, size=size)
-        try:
+        with _size.being(self, size):
             yield
-        finally:
-            self.config = config
+
+    @property
+    def size(self) -> int:
+        """How many pairs a row of a new state keeps."""
+        found = _size.get(self)
+        return self.config.size if found is None else found
 
     @contextlib.contextmanager
     def pairs_read(self) -> Iterator[list[Tensor]]:
         """Within this context, the pairs of all tokens of each forward, (B, T, width): what a store keeps of them."""
-        self._heard = heard = list[Tensor]()
-        try:
+        with _heard.being(self, []) as heard:
             yield heard
-        finally:
-            self._heard = None
 
     @property
     def connected(self) -> bool:
@@ -225,6 +228,18 @@ class Attached(Handle):
         kept = self.shared or self.stored
         return None if kept is None else kept.recall(self.config.k)
 
+    def check_training(self, config: Any, kind: str) -> None:
+        if kind == "causal" and self.config.size and config.batching != "documents":
+            raise UsageError(
+                f"batching = {config.batching!r} leaves an attention memory without the past of its documents: train "
+                "with batching = documents, in which each row reads one on from batch to batch"
+            )
+        if kind != "causal" and self.shared is None and self.stored is None:
+            raise UsageError(
+                f"a {kind} model does not read documents on, so its attention memory is empty and learns nothing: give "
+                "it a text first with model.memory.read, or a store with `external`"
+            )
+
     def reset(self) -> None:
         self.shared = None
 
@@ -232,6 +247,11 @@ class Attached(Handle):
         return {} if self.shared is None else self.shared.tensors()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        layers = {int(name.split(".")[0]) for name in state}
+        if state and layers != set(self.indices):
+            raise UsageError(
+                f"what was read is of layers {sorted(layers)} and the memory is in {self.indices}: read it again"
+            )
         self.shared = None
         if state:
             rows = len(next(iter(state.values())))
@@ -250,14 +270,14 @@ class Attached(Handle):
         with self._reading(call):
             result = forward(**inputs)
         cache: Any = getattr(result[-1] if isinstance(result, tuple) else result, "past_key_values", None)
-        if call.state is None and reading is None and self.config.size and hasattr(cache, "riders"):
+        if call.state is None and reading is None and self.size and hasattr(cache, "riders"):
             call.state = self._empty(cache.batch_size)
             cache.riders.append(call.state)
         call.commit()
-        if self._heard is not None:
-            self._heard.append(call.pairs_by_token())
-        if self._observed is not None:
-            self._observed.append(call.observed(self.config.k))
+        if (heard := _heard.get(self)) is not None:
+            heard.append(call.pairs_by_token())
+        if (seen := _observed.get(self)) is not None:
+            seen.append(call.observed(self.config.k))
         return result
 
     def _begin(self, inputs: dict[str, Any], reading: Reading | None) -> Forward:
@@ -277,11 +297,10 @@ class Attached(Handle):
 
     @contextlib.contextmanager
     def _reading(self, call: Forward) -> Iterator[None]:
-        token = _forwards.set({**(_forwards.get() or {}), id(self): call})
         try:
-            yield
+            with _forward.being(self, call):
+                yield
         finally:
-            _forwards.reset(token)
             if torch.is_grad_enabled() and self.training and self._checkpoints():
                 self._pending = [*self._pending[1 - PENDING :], call]
 
@@ -291,10 +310,10 @@ class Attached(Handle):
 
     def _current(self, index: int, keys: Tensor) -> Forward | None:
         """The forward that is under way, or the one of which a layer, with these keys, runs again."""
-        if (call := (_forwards.get() or {}).get(id(self))) is not None or not torch.is_grad_enabled():
+        if (call := _forward.get(self)) is not None or not torch.is_grad_enabled():
             return call
-        for call in self._pending:
-            if index in call.new and torch.equal(call.new[index][0], keys):
+        for call in reversed(self._pending):  # gradients come back in this order
+            if index in call.new and index not in call.repeated and torch.equal(call.new[index][0], keys):
                 call.repeated.add(index)
                 if len(call.repeated) == len(self.indices):
                     self._pending = [one for one in self._pending if one is not call]
@@ -308,7 +327,7 @@ class Attached(Handle):
         scale = mix.scale().view(-1, 1, 1)
         query, key, scaling = heads.query, heads.key, heads.scaling
         if self.config.normalise == "all":
-            query, key, scaling = unit(query) * scale, unit(key), 1.0
+            query, key, scaling = (unit(query) * scale).to(query.dtype), unit(key).to(key.dtype), 1.0
         local, weights = heads.local(query, key, scaling)
         keys = unit(heads.own_keys()).detach()
         if (call := self._current(index, keys)) is None:
@@ -330,7 +349,7 @@ class Attached(Handle):
             return mathematics.local_mass(query, every, heads.mask, scaling, heads.causal)
 
         share = mix.share(mass, local_mass)
-        if self._observed is not None:
+        if _observed.get(self) is not None:
             call.shares[index] = torch.where(there, share, 0.0).detach()
             call.asked[index] = (own * scale).detach()
         return mathematics.mixed(local.transpose(1, 2), memory, share, there).transpose(1, 2), weights

@@ -59,7 +59,8 @@ def unit(states: Tensor) -> Tensor:
 def attend_to_pairs(queries: Tensor, keys: Tensor, values: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of each query (..., T, d) to its own pairs (..., T, k, d): the result, and its mass (..., T).
 
-    No gradient goes to the pairs; through the scores it goes to the queries.
+    No gradient goes to the pairs; through the scores it goes to the queries. Pairs that were not found are weighed with
+    0, and must be finite.
     """
     scores = (queries.unsqueeze(-2) @ keys.transpose(-1, -2)).squeeze(-2).masked_fill(~found, -torch.inf)
     none = ~found.any(-1, keepdim=True)
@@ -94,13 +95,15 @@ def _attend_to_block(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Ten
 
 
 def local_mass(queries: Tensor, keys: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
-    """The mass of attention within the context, (B, H, T), for keys (B, H, K, d) whose last T are the queries' own."""
+    """The mass of attention within the context, (B, H, T), for keys (B, H, K, d).
+
+    Where there is no mask, query number t of a causal attention sees the keys up to number t, as in torch's own.
+    """
     scores = queries @ keys.transpose(2, 3) * scaling
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     elif causal:
-        T, K = scores.shape[-2:]
-        visible = torch.ones(T, K, dtype=torch.bool, device=scores.device).tril(K - T)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~visible, -torch.inf)
     return scores.logsumexp(-1)
 
@@ -108,4 +111,4 @@ def local_mass(queries: Tensor, keys: Tensor, mask: Tensor | None, scaling: floa
 def mixed(local: Tensor, memory: Tensor, share: Tensor, found: Tensor) -> Tensor:
     """share * memory + (1 - share) * local, (B, H, T, d) each; local alone where nothing was found (B, H, T)."""
     share = torch.where(found, share, 0.0)
-    return torch.lerp(local, memory, share.unsqueeze(-1).to(local.dtype))
+    return torch.lerp(local, memory.to(local.dtype), share.unsqueeze(-1).to(local.dtype))

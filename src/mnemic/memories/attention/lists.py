@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -25,6 +26,8 @@ class Lists:
         self.points: Any = None  # a FAISS index of the points
         self.probes = 4
         self.index: Any = None  # a FAISS index of the keys
+        self.first = 0  # keys with lower numbers are forgotten,
+        self.stale = False  # and some of them are still listed
 
     def learn(self, keys: Tensor, first: int, queries: Tensor, k: int, wanted: float) -> None:
         """Learns points from keys (n, d) numbered from `first`, and lists these.
@@ -47,36 +50,33 @@ class Lists:
         self.adjust(queries, k, wanted)
 
     def adjust(self, queries: Tensor, k: int, wanted: float) -> None:
-        """Looks into more lists if a search finds less than it shall, and into fewer if it finds more."""
+        """Looks into more lists if a search finds less than it shall; into fewer, not below half, if it finds more."""
         asked = queries.float().numpy()
         true = self._found(asked, k, self.index.nlist)
 
-        def found(probes: int) -> float:
+        def finds(probes: int) -> float:
             return share(self._found(asked, k, probes), true)
 
-        if (now := found(self.probes)) > wanted + 0.02 and self.probes > 2:
-            self.probes -= max(self.probes // 5, 1)
-        elif now < wanted:
-            few, many = self.probes, self.probes
-            while many < self.index.nlist and now < wanted:
-                few, many = many, min(2 * many, self.index.nlist)
-                now = found(many)
-            while many - few > max(few // 8, 1):
-                middle = (few + many) // 2
-                few, many = (middle, many) if found(middle) < wanted else (few, middle)
-            self.probes = many
-        self.index.nprobe = self.probes
+        few, many, now = max(self.probes // 2, 1), self.probes, finds(self.probes)
+        if wanted <= now <= wanted + 0.02:
+            return
+        while now < wanted and many < self.index.nlist:
+            few, many = many, min(2 * many, self.index.nlist)
+            now = finds(many)
+        while many - few > max(few // 8, 1):
+            middle = (few + many) // 2
+            few, many = (middle, many) if finds(middle) < wanted else (few, middle)
+        self.probes = many
 
     def recall(self, queries: Tensor, k: int) -> float:
         """The share of the true nearest k that a search finds."""
         asked = queries.float().numpy()
-        true = self._found(asked, k, self.index.nlist)
-        return share(self._found(asked, k, self.probes), true)
+        return share(self._found(asked, k, self.probes), self._found(asked, k, self.index.nlist))
 
     def _found(self, queries: Any, k: int, probes: int) -> np.ndarray:
         """The numbers that are found when so many lists are looked into; with all of them, the true nearest."""
-        self.index.nprobe = probes
-        found: np.ndarray = self.index.search(queries, k)[1]
+        past = {"sel": faiss.IDSelectorRange(self.first, np.iinfo(np.int64).max)} if self.stale else {}
+        found: np.ndarray = self.index.search(queries, k, params=faiss.SearchParametersIVF(nprobe=probes, **past))[1]
         return found
 
     def fill(self, keys: Any, first: int) -> None:
@@ -86,7 +86,8 @@ class Lists:
             self.index = faiss.IndexIVFScalarQuantizer(self.points, self.width, self.points.ntotal, *kind)
         else:
             self.index = faiss.IndexIVFFlat(self.points, self.width, self.points.ntotal, faiss.METRIC_INNER_PRODUCT)
-        self.index.is_trained, self.index.nprobe = True, self.probes
+        self.index.is_trained = True
+        self.first, self.stale = first, False
         nearest = self.points.search(keys, 1)[1].ravel()
         for number, count in enumerate(np.bincount(nearest, minlength=self.points.ntotal).tolist()):
             _give_room(self.index.invlists, number, count)
@@ -107,14 +108,21 @@ class Lists:
         """Lists more keys (n, d), numbered from `first`."""
         self.index.add_with_ids(np.ascontiguousarray(keys, dtype=np.float32), np.arange(first, first + len(keys)))
 
-    def remove(self, first: int) -> None:
-        """Takes out the keys before number `first`."""
-        self.index.remove_ids(faiss.IDSelectorRange(0, first))
+    def forget(self, first: int, take_out: bool) -> None:
+        """Finds the keys before number `first` no more; takes them out of their lists, or leaves that for later."""
+        if take_out:
+            self.index.remove_ids(faiss.IDSelectorRange(0, first))
+        self.stale = not take_out and (self.stale or first > self.first)
+        self.first = first
 
     def search(self, queries: Tensor, numbers: Tensor, keys: Tensor) -> None:
-        """Writes the numbers (T, k) of the nearest keys, -1 where there are too few, and these keys (T, k, d)."""
+        """Writes the numbers (T, k) of the nearest keys, -1 where there are too few, and these keys (T, k, d).
+
+        Keys that are forgotten and still listed are among them.
+        """
         found, vectors = numbers.numpy(), keys.numpy()
-        self.index.search_and_reconstruct(queries.float().numpy(), found.shape[1], I=found, R=vectors)
+        how = faiss.SearchParametersIVF(nprobe=self.probes)
+        self.index.search_and_reconstruct(queries.float().numpy(), found.shape[1], params=how, I=found, R=vectors)
         if (found < 0).any():
             vectors[found < 0] = 0  # FAISS leaves no numbers there
 
@@ -130,6 +138,12 @@ class Lists:
             kept = ids >= first
             found[ids[kept] - first] = codes[kept]
         return torch.from_numpy(found.view(np.float16 if self.dtype == torch.float16 else np.float32))
+
+    def copy(self) -> Lists:
+        """The same lists once more; points are never changed, and so shared."""
+        twin = copy.copy(self)
+        twin.index = faiss.clone_index(self.index) if self.index is not None else None
+        return twin
 
     def learned(self) -> Tensor:
         """The points (lists, d)."""

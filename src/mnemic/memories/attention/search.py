@@ -6,6 +6,7 @@ to `end`; a number that is not found is -1.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Protocol, Self
 
 import torch
@@ -16,7 +17,8 @@ from mnemic.memories.attention.lists import Lists
 MISSING = -1
 GROUP = 16  # scores of which first only the highest is looked at
 SCORES = 1 << 21  # that are held at a time
-PENDING = 512  # keys that wait to be listed, and so many old ones to be taken out of their lists
+PENDING = 512  # keys that wait to be listed
+STALE = 32  # keys that are forgotten before they are taken out of their lists
 FEWEST = 4096  # keys that are worth lists
 ASKED, EACH = 256, 32  # queries by which recall is measured: of several searches, so many of each
 CHECKED = 8  # recall is measured whenever keys have been listed so many times
@@ -46,8 +48,8 @@ class Keys(Protocol):
     def copy(self) -> Self:
         """The same keys once more."""
 
-    def learned(self) -> dict[str, Tensor]:
-        """What the search learned from the keys, to be saved beside them."""
+    def learned(self, first: int) -> dict[str, Tensor]:
+        """What the search learned from the keys, to be saved beside those from number `first` on."""
 
     def load_learned(self, learned: dict[str, Tensor]) -> None:
         """Goes on with what was learned from the keys, which have been added."""
@@ -59,7 +61,7 @@ class ExactKeys:
     def __init__(self, heads: int, width: int, capacity: int, dtype: torch.dtype, device: Any) -> None:
         self.capacity = capacity
         self.end = 0
-        self.ring = torch.empty(heads, capacity, width, dtype=dtype, device=device)  # pages are taken when written
+        self.ring = new_ring(heads, capacity, width, dtype, device)
 
     def add(self, keys: Tensor) -> None:
         """Takes in the next keys; the oldest are overwritten."""
@@ -70,7 +72,7 @@ class ExactKeys:
         """A larger ring."""
         first = max(self.end - self.capacity, 0)
         kept = read(self.ring, first, self.end)
-        self.ring, self.capacity = kept.new_empty(kept.shape[0], capacity, kept.shape[2]), capacity
+        self.ring, self.capacity = new_ring(kept.shape[0], capacity, kept.shape[2], kept.dtype, kept.device), capacity
         write(self.ring, kept, first)
 
     def forget(self, first: int) -> None:
@@ -101,7 +103,7 @@ class ExactKeys:
         twin.end = self.end
         return twin
 
-    def learned(self) -> dict[str, Tensor]:
+    def learned(self, first: int) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
@@ -148,20 +150,25 @@ class ListedKeys:
     def forget(self, first: int) -> None:
         """Lets go of the keys before number `first`."""
         self.first = max(self.first, first)
-        if not self.any_listed and self.first - self.listed >= PENDING:
-            self.waiting = self.waiting[:, self.first - self.listed :].clone()
-            self.listed = self.removed = self.first
-        if self.any_listed and self.first - self.removed >= PENDING:
-            self.removed = self.first
+        if self.any_listed:
+            take_out = self.first - self.removed >= STALE
+            self.removed = self.first if take_out else self.removed
             for lists in self.heads:
-                lists.remove(self.first)
+                lists.forget(self.first, take_out)
+        elif self.first - self.listed >= PENDING:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Lets go of forgotten keys that wait, where nothing is listed."""
+        self.waiting = self.waiting[:, self.first - self.listed :].clone()
+        self.listed = self.removed = self.first
 
     def search(self, queries: Tensor, k: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """The numbers and the keys with the highest inner products, as far as the lists tell."""
         asked = queries[:, :: max(queries.shape[1] // EACH, 1)].detach().float()
         self.queries = asked if self.queries is None else torch.cat([self.queries, asked], 1)[:, -ASKED:]
         self._list(end)
-        stale = min(self.first - self.removed, k)  # what may be found though it is forgotten
+        stale = self.first - self.removed if self.any_listed else 0  # what may be found though it is forgotten
         numbers = torch.full((*queries.shape[:2], k + stale), MISSING)
         new = torch.empty if self.any_listed else torch.zeros  # lists write every key
         keys = new(*numbers.shape, queries.shape[2])
@@ -169,10 +176,9 @@ class ListedKeys:
             for head, query in enumerate(queries):
                 self.heads[head].search(query, numbers[head], keys[head])
             numbers.masked_fill_((numbers < first) | (numbers >= end), MISSING)
-        keys = keys.to(queries.dtype)
-        begin = max(first, self.listed)
-        if end > begin or stale or not self.any_listed:
-            waiting = self.waiting[:, begin - self.listed : end - self.listed].to(queries.dtype)
+        keys, begin = keys.to(queries.dtype), max(first, self.listed)
+        if stale or end > begin:
+            waiting = self.waiting[:, begin - self.listed : max(end - self.listed, 0)].to(queries.dtype)
             parts = [
                 self._with_waiting(*of_head, begin, k) for of_head in zip(queries, numbers, keys, waiting, strict=True)
             ]
@@ -192,20 +198,22 @@ class ListedKeys:
 
     def _list(self, end: int) -> None:
         """Lists the waiting keys before number `end`, if there are enough; with new points, all keys."""
-        ready = end - self.listed
-        if ready < PENDING:
+        begins = not self.any_listed
+        ready = end - (self.first if begins else self.listed)
+        if ready < (FEWEST if begins else PENDING):
             return
+        if begins:
+            self._let_go()
         if self._due(end - self.first):
             self._learn(end)
         elif self.learned_from:
             for head, lists in enumerate(self.heads):
-                add = lists.add if self.any_listed else lists.fill
+                add = lists.fill if begins else lists.add
                 add(self.waiting[head, :ready].float().numpy(), self.listed)
-            self.removed = self.removed if self.any_listed else self.first
             self.written += ready
             self._compact(ready, end - self.first)
             self.listings += 1
-            if self.listings % CHECKED == 0 and self.queries is not None:
+            if (begins or self.listings % CHECKED == 0) and self.queries is not None:
                 for lists, asked in zip(self.heads, self.queries[:, -EACH // 2 :], strict=True):
                     lists.adjust(asked, self.k, self.wanted)
             self._no_longer_waiting(end)
@@ -251,21 +259,19 @@ class ListedKeys:
         return sum(found) / len(found)
 
     def copy(self) -> Self:
-        """The same keys once more."""
-        twin = type(self)(self.size, self.k, self.wanted, len(self.heads), self.width, self.dtype)
-        twin.first = twin.removed = twin.listed = self.first
-        twin.add(self.all(self.first))
-        twin.load_learned(self.learned())
+        """The same keys once more; what is not written to is shared."""
+        twin = copy.copy(self)
+        twin.heads = [lists.copy() for lists in self.heads]
         return twin
 
-    def learned(self) -> dict[str, Tensor]:
+    def learned(self, first: int) -> dict[str, Tensor]:
         """The points (lists, H, d), how many lists are looked into, how many keys are listed, and what was asked."""
         points = asked = torch.empty(0, len(self.heads), self.width)
         if self.queries is not None:
             asked = self.queries.transpose(0, 1)
         if self.learned_from:
             points = torch.stack([lists.learned() for lists in self.heads], 1)
-        listed = self.listed - self.first if self.any_listed else 0
+        listed = max(self.listed - first, 0) if self.any_listed else 0
         return {
             "points": points,
             "probes": torch.tensor([lists.probes for lists in self.heads]),
@@ -318,6 +324,17 @@ def nearest(queries: Tensor, parts: list[Tensor], k: int) -> Tensor:
         best = candidates.topk(k, 1).indices
         found.append(best // k * width + groups.gather(1, best % k))
     return torch.cat(found)
+
+
+def new_ring(heads: int, capacity: int, width: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """A ring (H, capacity, d) whose pages are taken when they are written.
+
+    In place of a pair that is not there, slot 0 is read and weighed with 0: whatever memory held there before would do,
+    but for what is not a number.
+    """
+    ring = torch.empty(heads, capacity, width, dtype=dtype, device=device)
+    ring[:, :1] = 0
+    return ring
 
 
 def _stretches(first: int, end: int, capacity: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mnemic.errors import UsageError
-from mnemic.memories.attention.search import MISSING, Keys, read, take, write
+from mnemic.memories.attention.search import MISSING, Keys, new_ring, read, take, write
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Row:
             return
         first = max(self.count - capacity, 0)
         kept, values = read(self.values, first, self.count), self.values
-        self.values = values.new_empty(values.shape[0], self.size + new, values.shape[2])
+        self.values = new_ring(values.shape[0], self.size + new, values.shape[2], values.dtype, values.device)
         write(self.values, kept, first)
         self.keys.make_room(self.size + new)
 
@@ -115,10 +115,20 @@ class Row:
             numbers = torch.where(numbers == MISSING, MISSING, numbers + self.before)
         return Found(keys, take(self.values, slots, queries.dtype), numbers)
 
+    def visible_pairs(self, held: int) -> tuple[Tensor, Tensor]:
+        """All pairs that can be found, (H, n, d) each."""
+        with self._lock:
+            first, end = self.visible(held)
+            return self.keys.all(first)[:, : end - first], read(self.values, first, end)
+
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest pair that may be found now or later."""
+        return max(self.count - self.values.shape[1], self.first)
+
     def pairs(self) -> tuple[Tensor, Tensor]:
         """All pairs that may be found now or later, in order: (H, n, d) each."""
-        first = max(self.count - self.values.shape[1], self.first)
-        return self.keys.all(first), read(self.values, first, self.count)
+        return self.keys.all(self.oldest), read(self.values, self.oldest, self.count)
 
     def copy(self) -> Row:
         """The same memory once more."""
@@ -164,8 +174,7 @@ class WorkingMemory:
     def visible_pairs(self, number: int, batch: int, held: list[int] | None) -> tuple[Tensor, Tensor]:
         """All pairs that row `number` of a batch may find, (H, n, d) each."""
         row, kept = self._serving(number, batch, held)
-        first, end = row.visible(kept)
-        return row.keys.all(first)[:, : end - first], read(row.values, first, end)
+        return row.visible_pairs(kept)
 
     def _serving(self, number: int, batch: int, held: list[int] | None) -> tuple[Row, int]:
         """The row that row `number` of a batch looks into: its own, or one that it shares."""
@@ -194,7 +203,7 @@ class WorkingMemory:
         found = {"lengths": torch.tensor(lengths), "before": torch.tensor(before)}
         for name, side in zip(("keys", "values"), zip(*pairs, strict=True), strict=True):
             found[name] = pad_sequence([one.transpose(0, 1) for one in side], batch_first=True).transpose(1, 2)
-        learned = [row.keys.learned() for row in self.rows]
+        learned = [row.keys.learned(row.oldest) for row in self.rows]
         return found | {name: pad_sequence([one[name] for one in learned], batch_first=True) for name in learned[0]}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -205,5 +214,6 @@ class WorkingMemory:
             row.clear()
             row.append(keys, values)
             row.before = before[number]
-            if row.keys.learned().keys() <= tensors.keys():  # or they were found in another way
-                row.keys.load_learned({name: tensors[name][number] for name in row.keys.learned()})
+            learned = row.keys.learned(0)
+            if learned.keys() <= tensors.keys():  # or they were found in another way
+                row.keys.load_learned({name: tensors[name][number] for name in learned})

@@ -96,7 +96,7 @@ class Attached(Handle):
             if ear is not None:
                 ear.close()
 
-    def check_training(self, config: Any) -> None:
+    def check_training(self, config: Any, kind: str) -> None:
         memory = self.config
         if memory.external is not None:
             raise UsageError(
