@@ -125,10 +125,7 @@ def seconds_of_rare_work(memory: Any, size: int) -> dict[str, float]:
     }
     work = {
         "learning": lambda one: one._learn(one.end),
-        "checking": lambda one: [
-            lists.adjust(asked, one.k, one.wanted)
-            for lists, asked in zip(one.heads, one.queries[:, -search.EACH // 2 :], strict=True)
-        ],
+        "checking": lambda one: one.adjust(),
         "compacting": lambda one: [lists.compact() for lists in one.heads],
     }
     found = {}

@@ -26,7 +26,8 @@ EXAMPLE = """  mnemic generate runs/a "def main(" --max-new-tokens 40
   mnemic generate runs/a "def main(" --compare --memory output:external=docs.store,k=64,weight=0.3"""
 
 SEGMENT = 512  # tokens of a long prompt that a model with an XL cache reads at a time
-SAME = "the memory changes nothing here; `mnemic evaluate --tune` finds the weight and temperatures of an output memory"
+SAME = "the memory changes nothing here"
+TUNE = "; `mnemic evaluate --tune` finds the weight and temperatures of an output memory"
 
 
 @dataclass(kw_only=True)
@@ -103,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     result["text"] = write(model, tokenizer, prompt, config, memory=not arguments.no_memory)
     print(json.dumps(result | {"settings": config.to_dict()}) if arguments.json else in_words(result, before))
     if result.get("text_without_memory") == result["text"]:
-        print(SAME, file=sys.stderr)
+        print(SAME + TUNE * ("output" in result["memory"]), file=sys.stderr)
     return 0
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mnemic.memories.attention import search as searching
 from mnemic.memories.attention.lists import Lists
-from mnemic.memories.attention.search import MISSING, ExactKeys, ListedKeys, nearest
+from mnemic.memories.attention.search import MISSING, ExactKeys, ListedKeys, nearest, new_ring
 from mnemic.memories.attention.working import Row, WorkingMemory
 
 HEADS, WIDTH = 2, 8
@@ -40,21 +40,54 @@ def expected(pairs: list[tuple[int, Tensor, Tensor]], queries: Tensor, k: int) -
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("append"), st.integers(1, 9), st.integers(0, 7)),
+        st.tuples(st.just("append"), st.integers(1, 14), st.integers(0, 7)),
         st.tuples(st.just("clear"), st.integers(1, 7), st.just(0)),
         st.tuples(st.just("find"), st.integers(1, 12), st.integers(0, 4)),
         st.tuples(st.just("reload"), st.just(0), st.just(0)),
         st.tuples(st.just("swap"), st.just(0), st.just(0)),
     ),
-    max_size=14,
+    max_size=20,
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(size=st.integers(1, 12), spare=st.integers(4, 6), steps=steps, seed=st.integers(0, 99))
 def test_a_deque_finds_the_same(size: int, spare: int, steps: list[Any], seed: int) -> None:
+    check_against_deques(size, spare, steps, seed, lists=False)
+
+
+@settings(max_examples=150, deadline=None)
+@given(size=st.integers(10, 30), spare=st.integers(4, 9), steps=steps, seed=st.integers(0, 99))
+def test_a_deque_finds_the_same_as_lists(size: int, spare: int, steps: list[Any], seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(searching, "FEWEST", 8)
+        patch.setattr(searching, "PENDING", 4)
+        patch.setattr(searching, "STALE", 3)
+        look_everywhere(patch)
+        check_against_deques(size, spare, steps, seed, lists=True)
+
+
+def look_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """Lists around a few of the keys, all of which a search looks into."""
+    fill = Lists.fill
+
+    def fill_all(self: Lists, keys: Any, first: int) -> None:
+        self.probes = self.points.ntotal
+        fill(self, keys, first)
+
+    def learn(self: Lists, keys: Tensor, first: int, *_: Any) -> None:
+        points = keys[:: max(len(keys) // 16, 1)].float()
+        self.load(torch.nn.functional.normalize(points, dim=-1), len(points))
+        self.fill(keys.float().numpy(), first)
+
+    patch.setattr(Lists, "fill", fill_all)
+    patch.setattr(Lists, "learn", learn)
+
+
+def check_against_deques(size: int, spare: int, steps: list[Any], seed: int, lists: bool) -> None:
+    """Three rows and a deque for each go through the same; what one finds, the other does."""
     rows = 3
-    memory = WorkingMemory([make_row(size, spare) for _ in range(rows)])
+    memory = WorkingMemory([make_row(size, spare, lists) for _ in range(rows)])
     oracle: list[deque[tuple[int, Tensor, Tensor]]] = [deque() for _ in range(rows)]
     counts = [0] * rows
     for step, (what, number, extra) in enumerate(steps):
@@ -74,7 +107,7 @@ def test_a_deque_finds_the_same(size: int, spare: int, steps: list[Any], seed: i
                 counts[row] = 0
         elif what == "reload":
             tensors = memory.tensors()
-            memory = WorkingMemory([make_row(size, spare) for _ in range(rows)])
+            memory = WorkingMemory([make_row(size, spare, lists) for _ in range(rows)])
             memory.load_tensors(tensors)
         elif what == "swap":
             memory.select([1, 1, 0])
@@ -92,6 +125,7 @@ def test_a_deque_finds_the_same(size: int, spare: int, steps: list[Any], seed: i
                     for t, wanted in enumerate(per_query):
                         got = found[row].numbers[head, t]
                         assert got[got != MISSING].tolist() == wanted
+                        assert found[row].keys[head, t].isfinite().all()
                         for place, n in enumerate(wanted):
                             assert torch.equal(found[row].keys[head, t, place], by_number[n][0][head])
                             assert torch.equal(found[row].values[head, t, place], by_number[n][1][head])
@@ -130,19 +164,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lists_that_are_all_looked_into_find_what_a_deque_finds(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = Lists.fill
-
-    def look_everywhere(self: Lists, keys: Any, first: int) -> None:
-        self.probes = self.points.ntotal
-        fill(self, keys, first)
-
-    def learn(self: Lists, keys: Tensor, first: int, *_: Any) -> None:
-        points = keys[:: max(len(keys) // 16, 1)].float()
-        self.load(torch.nn.functional.normalize(points, dim=-1), len(points))
-        self.fill(keys.float().numpy(), first)
-
-    monkeypatch.setattr(Lists, "fill", look_everywhere)
-    monkeypatch.setattr(Lists, "learn", learn)
+    look_everywhere(monkeypatch)
     size, spare, k = 200, 30, 8
     row = make_row(size, spare, lists=True, dtype=dtype)
     oracle: deque[tuple[int, Tensor, Tensor]] = deque()
@@ -220,3 +242,60 @@ def test_a_copy_of_listed_keys_is_independent(few: None) -> None:
     twin.add(random(HEADS, 50, WIDTH, seed=1))
     assert (keys.end, twin.end) == (100, 150)
     torch.testing.assert_close(twin.all(0)[:, :100], keys.all(0))
+
+
+def test_keys_that_are_forgotten_leave_room_for_those_that_are_not(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are those nearest to the queries; one after the other they go, and others are found in their place."""
+    look_everywhere(monkeypatch)
+    topic = torch.nn.functional.normalize(random(HEADS, 1, WIDTH), dim=-1)
+    every = random(HEADS, 600, WIDTH, seed=1)
+    every[:, :150] = topic + 0.01 * every[:, :150]
+    keys = ListedKeys(300, 8, 1.0, HEADS, WIDTH, torch.float32)
+    queries = topic + 0.01 * random(HEADS, 4, WIDTH, seed=2)
+    keys.add(every[:, :300])
+    keys.search(queries, 8, 0, 300)
+    for end in range(301, 451):
+        keys.add(every[:, end - 1 : end])
+        keys.forget(end - 300)
+        numbers, _ = keys.search(queries, 8, end - 300, end)
+        true = (queries @ every[:, end - 300 : end].transpose(1, 2)).topk(8).indices + end - 300
+        assert torch.equal(numbers.sort(2).values, true.sort(2).values)
+        assert keys.recall(8) == 1.0
+    assert keys.any_listed
+
+
+def test_a_new_document_is_searched_exactly_until_it_is_worth_lists(few: None) -> None:
+    def unit(*shape: int, seed: int) -> Tensor:
+        return torch.nn.functional.normalize(random(*shape, seed=seed), dim=-1)
+
+    keys = ListedKeys(4000, 8, 0.9, HEADS, WIDTH, torch.float32)
+    keys.add(unit(HEADS, 4000, WIDTH, seed=1))
+    keys.search(unit(HEADS, 64, WIDTH, seed=2), 8, 0, 4000)
+    before = keys.heads[0].learned()
+    keys.clear()
+    for count in range(20, 200, 20):
+        keys.add(unit(HEADS, 20, WIDTH, seed=count))
+        asked = unit(HEADS, 32, WIDTH, seed=count + 1)
+        numbers, _ = keys.search(asked, 8, 0, count)
+        true = (asked @ keys.all(0).transpose(1, 2)).topk(8).indices
+        share = (numbers.unsqueeze(3) == true.unsqueeze(2)).any(2).float().mean()
+        assert share == 1.0 if count < searching.FEWEST else share >= 0.8
+    assert keys.any_listed
+    assert torch.equal(keys.heads[0].learned(), before)
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_what_is_read_where_there_is_no_pair_is_a_number(lists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was never written may hold anything, and 0 times what is no number is none."""
+
+    def anything(new: Tensor) -> Tensor:
+        return new.fill_(torch.nan) if new.is_floating_point() else new
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: anything(empty(*a, **k)))
+    row = Row(40, new_ring(HEADS, 50, WIDTH, torch.float32, "cpu"), make_row(40, 10, lists).keys)
+    for count in (0, 3, 60):  # none, fewer than k, and more than there is room for
+        row.append(*random(2, HEADS, count, WIDTH))
+        found = row.find(random(HEADS, 5, WIDTH), 8, 0)
+        assert found.keys.isfinite().all()
+        assert found.values.isfinite().all()

@@ -21,6 +21,7 @@ PENDING = 512  # keys that wait to be listed
 STALE = 32  # keys that are forgotten before they are taken out of their lists
 FEWEST = 4096  # keys that are worth lists
 ASKED, EACH = 256, 32  # queries by which recall is measured: of several searches, so many of each
+FEW = 16  # of them that are looked at in passing
 CHECKED = 8  # recall is measured whenever keys have been listed so many times
 
 
@@ -168,8 +169,10 @@ class ListedKeys:
         asked = queries[:, :: max(queries.shape[1] // EACH, 1)].detach().float()
         self.queries = asked if self.queries is None else torch.cat([self.queries, asked], 1)[:, -ASKED:]
         self._list(end)
-        stale = self.first - self.removed if self.any_listed else 0  # what may be found though it is forgotten
-        numbers = torch.full((*queries.shape[:2], k + stale), MISSING)
+        others = 0  # keys that lists may give though they are forgotten, or the context holds them
+        if self.any_listed:
+            others = self.first - self.removed + max(self.listed - end, 0)
+        numbers = torch.full((*queries.shape[:2], k + others), MISSING)
         new = torch.empty if self.any_listed else torch.zeros  # lists write every key
         keys = new(*numbers.shape, queries.shape[2])
         if self.any_listed:
@@ -177,7 +180,7 @@ class ListedKeys:
                 self.heads[head].search(query, numbers[head], keys[head])
             numbers.masked_fill_((numbers < first) | (numbers >= end), MISSING)
         keys, begin = keys.to(queries.dtype), max(first, self.listed)
-        if stale or end > begin:
+        if others or end > begin:
             waiting = self.waiting[:, begin - self.listed : max(end - self.listed, 0)].to(queries.dtype)
             parts = [
                 self._with_waiting(*of_head, begin, k) for of_head in zip(queries, numbers, keys, waiting, strict=True)
@@ -213,10 +216,16 @@ class ListedKeys:
             self.written += ready
             self._compact(ready, end - self.first)
             self.listings += 1
-            if (begins or self.listings % CHECKED == 0) and self.queries is not None:
-                for lists, asked in zip(self.heads, self.queries[:, -EACH // 2 :], strict=True):
-                    lists.adjust(asked, self.k, self.wanted)
+            if begins or self.listings % CHECKED == 0:
+                self.adjust()
             self._no_longer_waiting(end)
+
+    def adjust(self) -> None:
+        """Looks into more lists or fewer, as a few of the last queries need it."""
+        if self.queries is not None:
+            some = self.queries[:, :: max(self.queries.shape[1] // FEW, 1)]
+            for lists, asked in zip(self.heads, some, strict=True):
+                lists.adjust(asked, self.k, self.wanted)
 
     def _no_longer_waiting(self, end: int) -> None:
         self.waiting, self.listed, self.any_listed = self.waiting[:, end - self.listed :].clone(), end, True
