@@ -17,6 +17,7 @@ from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Anatomy
 from mnemic.hf.losses import token_losses
 from mnemic.memories.attention.working import Row
+from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
 from tests.contract.architectures import VOCABULARY, build
 
 
@@ -95,14 +96,19 @@ def test_threads_share_a_memory_that_is_in_lists(monkeypatch: pytest.MonkeyPatch
     assert 0.9 < model.memory.attention.recall() <= 1
 
 
-def test_two_forwards_may_wait_for_one_backward_with_checkpoints() -> None:
+@pytest.mark.parametrize("other", [True, False])
+def test_two_forwards_may_wait_for_one_backward_with_checkpoints(other: bool) -> None:
     gradients = []
     for checkpoints in (False, True):
         model = memorizing().train()
         if checkpoints:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.memory.read(tokens(1, 40))
-        losses = [model(ids, labels=ids, use_cache=False).loss for ids in tokens(2, 1, 12, seed=5)]
+        texts = tokens(2, 1, 12, seed=5) if other else tokens(1, 1, 12, seed=5).expand(2, -1, -1)
+        losses = []
+        for ids in texts:  # the same text finds more the second time
+            losses.append(model(ids, labels=ids, use_cache=False).loss)
+            model.memory.read(ids)
         with torch.no_grad():
             model(tokens(1, 6))
         sum(losses).backward()  # type: ignore[union-attr]
@@ -253,3 +259,85 @@ def test_layers_that_do_not_turn_their_keys_are_left_alone() -> None:
         model(token)
     keys = heard[0][0].view(6, -1)
     torch.testing.assert_close(keys, keys[:1].expand(6, -1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dense": True}, {"mix": "joint"}, {"normalise": "memory", "dense": True}])
+@pytest.mark.parametrize("position", ["t5", "rotary"])
+def test_narrow_numbers_in_training(position: str, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = MnemicDecoderConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, position=position)
+    model = mnemic.augment(MnemicDecoderForCausalLM(config), mnemic.KNNAttention(k=4, size=64, **settings)).train()
+    losses = []
+    for narrow in (False, True):
+        state = model.memory.new_state(2)
+        for part in tokens(3, 2, 11):
+            with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                more = {"use_cache": False, "memory_state": state}
+                loss = token_losses(model, part[:, 1:], input_ids=part[:, :-1], **more)[0].mean()
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+@pytest.mark.parametrize("mix", ["gate", "joint"])
+def test_a_cache_of_fixed_length_changes_nothing(mix: str) -> None:
+    model = memorizing(mix=mix)
+    model.memory.read(tokens(1, 40))
+    how = {"max_new_tokens": 6, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    how |= {"pad_token_id": 0, "eos_token_id": None}
+    usual = model.generate(tokens(1, 9, seed=1), **how)
+    fixed = model.generate(tokens(1, 9, seed=1), cache_implementation="static", disable_compile=True, **how)
+    torch.testing.assert_close(torch.stack(usual.scores), torch.stack(fixed.scores), atol=1e-5, rtol=1e-4)
+
+
+def test_a_trace_sees_its_own_thread_alone() -> None:
+    model, tokenizer = memorizing(), train_tokenizer([], kind="byte")
+    model.resize_token_embeddings(len(tokenizer))
+    text = "the key of the cellar hangs behind the door of the cellar, and the other one too" * 3
+    alone = mnemic.trace(model, tokenizer, text, window=16, smaller=0)
+    done = threading.Event()
+
+    def other(number: int) -> None:
+        while not done.is_set():
+            with torch.no_grad():
+                model(tokens(2, 7), use_cache=False)
+
+    def traced(number: int) -> None:
+        try:
+            for _ in range(5):
+                beside = mnemic.trace(model, tokenizer, text, window=16, smaller=0)
+                assert torch.equal(beside.numbers, alone.numbers)
+                torch.testing.assert_close(beside.gains, alone.gains)
+        finally:
+            done.set()
+
+    assert not in_threads(2, lambda number: (traced, other)[number](number))
+
+
+def test_a_memory_that_could_learn_nothing_is_not_trained(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([], kind="byte")
+    corpus = Corpus("few", {"train": lambda: [Document("a", "one two three four five six " * 20)]})
+    options = {"steps": 1, "batch_size": 2, "segment_length": 8, "warmup": 0}
+    for batching in ("shuffled", "consecutive", "similar"):
+        config = mnemic.TrainConfig(**options, batching=batching, out=str(tmp_path / batching))
+        model = memorizing()
+        model.resize_token_embeddings(len(tokenizer))
+        with pytest.raises(UsageError, match="without the past of its documents: train with batching = documents"):
+            mnemic.train(model, tokenizer, corpus, config)
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    model = memorizing("bert")
+    model.resize_token_embeddings(len(tokenizer))
+    config = mnemic.TrainConfig(**options, out=str(tmp_path / "masked"))
+    with pytest.raises(UsageError, match=r"a masked model .* give it a text first with model.memory.read"):
+        mnemic.train(model, tokenizer, corpus, config)
+    model.memory.read(tokens(1, 20))
+    mnemic.train(model, tokenizer, corpus, config)
+
+
+def test_what_cannot_be_read_is_told() -> None:
+    model, other = memorizing(), memorizing(layers=[1])
+    with model.memory.disabled(), pytest.raises(UsageError, match="outside of disabled"):
+        model.memory.read(tokens(1, 5))
+    other.memory.read(tokens(1, 5))
+    with pytest.raises(UsageError, match=r"is of layers \[1\] and the memory is in \[0\]: read it again"):
+        model.memory.load_state(other.memory.state())

@@ -58,24 +58,27 @@ def search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """How a small memory is searched."""
     monkeypatch.setattr(searching, "FEWEST", 30)
     monkeypatch.setattr(searching, "PENDING", 16)
+    monkeypatch.setattr(searching, "STALE", 3)
     return request.param
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("kind", "xl_length"), [("decoder", 8), ("decoder", 0), ("gpt2", 0)])
+@pytest.mark.parametrize(
+    ("kind", "xl_length", "size"), [("decoder", 8, 90), ("decoder", 8, 35), ("decoder", 0, 90), ("gpt2", 0, 90)]
+)
 def test_stopped_and_resumed_is_never_stopped(
-    long_corpus, tokenizer, make, settings, tmp_path, kind, xl_length, accumulate, search
+    long_corpus, tokenizer, make, settings, tmp_path, kind, xl_length, size, accumulate, search
 ) -> None:
     options = {"steps": 12, "checkpoint_every": 2, "evaluate_every": 5, "accumulate": accumulate}
     straight = settings(**options, out=str(tmp_path / "straight"))
-    expected = mnemic.train(make(kind, xl_length, search=search, size=90), tokenizer, long_corpus, straight)
+    expected = mnemic.train(make(kind, xl_length, search=search, size=size), tokenizer, long_corpus, straight)
     stopped = settings(**options, out=str(tmp_path / "stopped"), resume=True)
     for last in (3, 7, 8):
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, last)
             with pytest.raises(Stop):
-                mnemic.train(make(kind, xl_length, search=search, size=90), tokenizer, long_corpus, stopped)
-    got = mnemic.train(make(kind, xl_length, search=search, size=90), tokenizer, long_corpus, stopped)
+                mnemic.train(make(kind, xl_length, search=search, size=size), tokenizer, long_corpus, stopped)
+    got = mnemic.train(make(kind, xl_length, search=search, size=size), tokenizer, long_corpus, stopped)
     assert got.losses == expected.losses
 
 
