@@ -118,15 +118,12 @@ def seconds_of_rare_work(memory: Any, size: int) -> dict[str, float]:
     from mnemic.memories.attention import search
 
     keys = [row.keys for row in memory.rows if hasattr(row.keys, "heads")]
-    every = {
-        "learning": size / SEGMENT,
-        "checking": search.CHECKED,
-        "compacting": max(size // 8, search.FEWEST) / SEGMENT,
-    }
+    renewed = max(size * search.RENEWED, search.FEWEST) / SEGMENT
+    every = {"learning": size / SEGMENT, "adjusting": renewed, "compacting": renewed}
     work = {
         "learning": lambda one: one._learn(one.end),
-        "checking": lambda one: one.adjust(),
-        "compacting": lambda one: [lists.compact() for lists in one.heads],
+        "adjusting": lambda one: one.adjust(),
+        "compacting": lambda one: one.compact(),
     }
     found = {}
     for name, do in work.items():

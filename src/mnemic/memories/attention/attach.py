@@ -29,7 +29,7 @@ from mnemic.memories.attention.state import State
 from mnemic.memories.attention.working import Row, WorkingMemory
 from mnemic.memories.base import Handle, Reading
 
-EXACT = 8192  # pairs up to which all are compared, unless the settings say otherwise
+EXACT = 4096  # pairs up to which all are compared, unless the settings say otherwise
 PENDING = 8  # forwards at most whose gradient may still come
 CHANGEABLE = {"k", "size", "dtype", "search", "recall", "external"}  # settings that nothing learned depends on
 SEGMENT = 512  # tokens that are read at a time

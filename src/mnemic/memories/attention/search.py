@@ -22,7 +22,7 @@ STALE = 32  # keys that are forgotten before they are taken out of their lists
 FEWEST = 4096  # keys that are worth lists
 ASKED, EACH = 256, 32  # queries by which recall is measured: of several searches, so many of each
 FEW = 16  # of them that are looked at in passing
-CHECKED = 8  # recall is measured whenever keys have been listed so many times
+RENEWED = 1 / 8  # share of the keys after which lists are looked through
 
 
 class Keys(Protocol):
@@ -125,7 +125,6 @@ class ListedKeys:
         self.heads = [Lists(width, dtype) for _ in range(heads)]
         self.width = width
         self.learned_from = self.written = 0  # keys that points were learned from, and that were listed since
-        self.listings = 0
         self.clear()
 
     def clear(self) -> None:
@@ -133,7 +132,7 @@ class ListedKeys:
         self.waiting = torch.empty(len(self.heads), 0, self.width, dtype=self.dtype)
         self.first = self.removed = self.listed = 0  # all keys before these numbers are: forgotten, taken out, listed
         self.any_listed = False
-        self.loose = 0  # keys listed since lists were made small
+        self.loose = 0  # keys listed since lists were looked through
         self.queries: Tensor | None = None  # some of the last ones asked, to measure recall by
 
     @property
@@ -214,9 +213,10 @@ class ListedKeys:
                 add = lists.fill if begins else lists.add
                 add(self.waiting[head, :ready].float().numpy(), self.listed)
             self.written += ready
-            self._compact(ready, end - self.first)
-            self.listings += 1
-            if begins or self.listings % CHECKED == 0:
+            self.loose += ready
+            if self.loose >= max((end - self.first) * RENEWED, FEWEST):
+                self.loose = 0
+                self.compact()
                 self.adjust()
             self._no_longer_waiting(end)
 
@@ -227,16 +227,13 @@ class ListedKeys:
             for lists, asked in zip(self.heads, some, strict=True):
                 lists.adjust(asked, self.k, self.wanted)
 
+    def compact(self) -> None:
+        """Makes lists small again, which grow and shrink with what comes and goes."""
+        for lists in self.heads:
+            lists.compact()
+
     def _no_longer_waiting(self, end: int) -> None:
         self.waiting, self.listed, self.any_listed = self.waiting[:, end - self.listed :].clone(), end, True
-
-    def _compact(self, ready: int, held: int) -> None:
-        """Makes lists small again whenever an eighth of the keys is new."""
-        self.loose += ready
-        if self.loose >= max(held // 8, FEWEST):
-            self.loose = 0
-            for lists in self.heads:
-                lists.compact()
 
     def _due(self, held: int) -> bool:
         """Whether points are to be learned from the `held` keys that there are."""
@@ -249,7 +246,7 @@ class ListedKeys:
             keys = self._keys(head, self.first)[: end - self.first]
             asked = keys[-ASKED:] if self.queries is None else self.queries[head]
             lists.learn(keys, self.first, asked, self.k, self.wanted)
-        self.learned_from, self.written, self.removed = end - self.first, 0, self.first
+        self.learned_from, self.written, self.loose, self.removed = end - self.first, 0, 0, self.first
         self._no_longer_waiting(end)
 
     def _keys(self, head: int, first: int) -> Tensor:
@@ -285,12 +282,12 @@ class ListedKeys:
             "points": points,
             "probes": torch.tensor([lists.probes for lists in self.heads]),
             "asked": asked,
-            "learning": torch.tensor([len(points), listed, self.learned_from, self.written, len(asked), self.listings]),
+            "learning": torch.tensor([len(points), listed, self.learned_from, self.written, len(asked), self.loose]),
         }
 
     def load_learned(self, learned: dict[str, Tensor]) -> None:
         """Lists as many of the keys as were listed."""
-        count, listed, self.learned_from, self.written, asked, self.listings = learned["learning"].tolist()
+        count, listed, self.learned_from, self.written, asked, self.loose = learned["learning"].tolist()
         self.queries = learned["asked"][:asked].transpose(0, 1) if asked else None
         if not count:
             return
