@@ -220,6 +220,23 @@ def test_lists_reach_the_recall_that_is_asked_and_points_are_kept_between_docume
 
 
 @pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("wanted", [0.05, 0.5, 0.9])
+def test_no_more_lists_are_looked_into_than_the_recall_that_is_asked_needs(wanted: float) -> None:
+    lists, asked = Lists(WIDTH, torch.float32), torch.nn.functional.normalize(random(200, WIDTH, seed=1), dim=-1)
+    lists.learn(torch.nn.functional.normalize(random(2000, WIDTH), dim=-1), 0, asked, 8, wanted)
+    for _ in range(6):
+        lists.adjust(asked, 8, wanted)
+    needed = lists.probes
+    assert lists.recall(asked, 8) >= wanted
+    fewer = needed - max(needed // 8, 1)
+    if fewer:
+        lists.probes = fewer
+        assert lists.recall(asked, 8) < wanted
+    else:
+        assert needed == 1
+
+
+@pytest.mark.usefixtures("few")
 def test_points_are_learned_anew_once_a_memory_has_been_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     learn, learned = Lists.learn, []
     monkeypatch.setattr(Lists, "learn", lambda self, *given: learned.append(self) or learn(self, *given))

@@ -57,7 +57,7 @@ class Lists:
         def finds(probes: int) -> float:
             return share(self._found(asked, k, probes), true)
 
-        few, many, now = max(self.probes // 2, 1), self.probes, finds(self.probes)
+        few, many, now = max(self.probes // 2, 1) - 1, self.probes, finds(self.probes)
         if wanted <= now <= wanted + 0.02:
             return
         while now < wanted and many < self.index.nlist:
