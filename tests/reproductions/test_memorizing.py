@@ -14,7 +14,7 @@ import pytest
 from mnemic.errors import UsageError
 from tests.reproductions.test_trime import HERE, imported, runner
 
-from tables.drill import Drill, repeating  # isort: skip
+from tables.drill import Drill, echoing, repeating  # isort: skip
 from tables.settings import Settings  # isort: skip
 
 NAMES = sorted(path.parent.name for path in HERE.glob("memorizing/*/run.py"))
@@ -45,6 +45,15 @@ def test_a_drill_is_of_rows_that_repeat_themselves(letters: int) -> None:
     assert min(kinds) <= 4
     assert max(kinds) > 20
     assert len({token for row in rows for token in row}) > 450
+
+
+def test_a_drill_of_echoes_is_of_rows_where_half_of_the_tokens_stood_two_before() -> None:
+    drill = Drill(steps=1, batch_size=200, length=128)
+    rows = echoing(random.Random(0), 500, drill)
+    assert rows.tolist() == echoing(random.Random(0), 500, drill).tolist()
+    assert (rows[:, 2:] == rows[:, :-2]).float().mean().item() == pytest.approx(0.5, abs=0.02)
+    assert (rows[:, 1:] == rows[:, :-1]).float().mean().item() < 0.02
+    assert rows.unique().numel() == 500
 
 
 def test_each_lesson_of_a_drill_has_a_loss() -> None:

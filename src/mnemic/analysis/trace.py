@@ -133,23 +133,29 @@ def trace(model: Any, tokenizer: Any, text: str | Document, *, window: int = 512
     objective, other = NextToken(model, tokenizer, seed=0), None
     with untouched(model):
         with memory.observing() as seen:
-            losses = _losses(objective, tokens, window)
+            losses, scored = _losses(objective, tokens, window)
         if smaller is not None:
             with memory.sized(smaller):
-                other = _losses(objective, tokens, window)
-    found = {name: torch.cat([one[name] for one in seen], 2) for name in seen[0]}
-    length = len(losses) - 1
-    numbers = F.pad(found["numbers"][:, :, :length], (0, 0, 1, 0), value=-1)
-    weights = F.pad(found["weights"][:, :, :length], (0, 0, 1, 0))
-    shares = F.pad(found["shares"][:, :, :length], (1, 0))
+                other, _ = _losses(objective, tokens, window)
+    found = {
+        name: torch.cat([one[name][:, :, own] for one, own in zip(seen, scored, strict=True)], 2) for name in seen[0]
+    }
+    numbers = F.pad(found["numbers"], (0, 0, 1, 0), value=-1)
+    weights = F.pad(found["weights"], (0, 0, 1, 0))
+    shares = F.pad(found["shares"], (1, 0))
     ids = torch.from_numpy(tokens[0].astype("int64"))
     return Trace(tokenizer, ids, losses, other, memory.indices, numbers, weights, shares)
 
 
-def _losses(objective: NextToken, tokens: TokenizedCorpus, window: int) -> Tensor:
-    """The loss of each token of a document; 0 for the first."""
-    parts = [torch.zeros(1)]
+def _losses(objective: NextToken, tokens: TokenizedCorpus, window: int) -> tuple[Tensor, list[Tensor]]:
+    """The loss of each token of a document, 0 for the first; and which tokens of each window were scored.
+
+    The last window begins with some that the one before has scored.
+    """
+    parts, scored = [torch.zeros(1)], []
     for batch, carry in carried_windows(tokens, window, window, 1, objective):
         losses = objective.losses(batch, carry)
-        parts.append(losses[batch["targets"] != IGNORED].float().cpu())
-    return torch.cat(parts)
+        own = batch["targets"] != IGNORED
+        parts.append(losses[own].float().cpu())
+        scored.append(own[0].cpu())
+    return torch.cat(parts), scored

@@ -195,7 +195,10 @@ def continue_text(model: Any, tokenizer: Any, prompt: str, decoding: dict[str, A
 
 @contextlib.contextmanager
 def far_back(model: Any, ids: Any, decoding: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The part of a long prompt that a model reads at once; with an attention memory, which reads the rest before."""
+    """The part of a long prompt that a model reads at once; with an attention memory, which reads the rest before.
+
+    Where that is switched off, the model has the same part and nothing of the rest.
+    """
     memory: Any = getattr(model, "memory", None)
     if getattr(memory or model.config, "xl_length", 0):
         yield ids, decoding | {"prefill_chunk_size": SEGMENT}
@@ -204,6 +207,9 @@ def far_back(model: Any, ids: Any, decoding: dict[str, Any]) -> Iterator[tuple[A
     room -= decoding["max_new_tokens"]
     if ids.shape[1] <= room or room < 1 or not hasattr(memory, "attention"):
         yield ids, decoding
+        return
+    if not memory.enabled:
+        yield ids[:, -room:], decoding
         return
     before = memory.attention.state()
     memory.read(ids[:, :-room])

@@ -32,7 +32,11 @@ class EvaluateConfig(Config):
     stride: int | None = option(
         None, "tokens by which a window moves on, and which it scores; the whole window if unset"
     )
-    batch_size: int = option(8, "windows, rows of an XL cache, or pairs at once; figures do not depend on it")
+    batch_size: int = option(
+        8,
+        "windows, rows of an XL cache, or pairs at once; figures do not depend on it, but by a hair where an attention "
+        "memory searches by lists",
+    )
     max_documents: int | None = option(None, "read no more documents than this")
     max_tokens: int | None = option(None, "stop after the document that brings the number of tokens to this or more")
     beams: int = option(4, "beams of the search for a translation, in bleu; 1 is greedy search")

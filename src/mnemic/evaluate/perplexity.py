@@ -2,7 +2,8 @@
 
 A token is scored given what precedes it in its own document within the window. A model with an XL cache reads segments
 of `window` tokens one after the other instead, and sees what its cache holds besides. A document always begins a
-window or a segment, so that a token's context, and with it every figure, is the same for any batch size.
+window or a segment, so that a token's context, and with it every figure, is the same for any batch size; where an
+attention memory searches by lists, up to what these find.
 
 A model that translates reads pairs whole: the tokens of a target are scored, given its source and what precedes them.
 

@@ -26,6 +26,7 @@ from mnemic.hf.anatomy import Places
 NAME = "mnemic"
 _HOOK = "mnemic_attention_hook"
 _rotation: ContextVar[tuple[Tensor, Tensor] | None] = ContextVar("mnemic_rotation", default=None)
+_SCORES = ("softcap", "s_aux")  # by which some models change their scores, or the sum of their exponentials
 _ROTATIONS = ("position_embeddings", "position_terms")  # what cos and sin are called: transformers, our own models
 
 
@@ -34,7 +35,8 @@ class Heads:
     """What a self-attention is about to attend with: queries (B, H, T, d), keys and values (B, kv heads, K, d).
 
     The last T keys are the queries' own; those before them come from a cache. `rotation` is the cos and sin, of the
-    queries' positions, by which they and these last keys are turned.
+    queries' positions, by which they and these last keys are turned; `bias` is what the model adds to scores besides
+    the mask, as T5 does.
     """
 
     query: Tensor
@@ -44,6 +46,7 @@ class Heads:
     scaling: float
     causal: bool
     rotation: tuple[Tensor, Tensor] | None
+    bias: Tensor | None
     attention: Callable[..., tuple[Tensor, Tensor | None]]
 
     def local(self, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
@@ -75,6 +78,7 @@ class AttentionHook:
         self.calls = 0
         self.heads = self.kv_heads = self.width = 0  # known after `probe`
         self._stack_config: tuple[Any] = (places.stack.config,)
+        self.plain_scores = True  # whether scores are products of queries and keys, but for a bias; after `probe`
         self._same = False  # whether the two tokens that it was probed with were the same to it
         self._turns = True  # whether the layer turns its keys by the rotation that it is given
         self._parameters = list(inspect.signature(self.module.forward).parameters)
@@ -110,6 +114,7 @@ class AttentionHook:
     ) -> tuple[Tensor, Tensor | None]:
         self.calls += 1
         self.heads, self.kv_heads, self.width = query.shape[1], key.shape[1], query.shape[3]
+        self.plain_scores = all(kwargs.get(name) is None for name in _SCORES)
         (config,) = self._stack_config
         plain = _plain_attention(module, config._attn_implementation)
         scaling = kwargs.pop("scaling", None) or query.shape[-1] ** -0.5
@@ -119,7 +124,8 @@ class AttentionHook:
 
         causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
         rotation = _rotation.get() if self._turns else None
-        return self.attend(Heads(query, key, value, mask, scaling, causal, rotation, attention))
+        bias = kwargs.get("position_bias")
+        return self.attend(Heads(query, key, value, mask, scaling, causal, rotation, bias, attention))
 
     def understood(self, heads: Heads) -> bool:
         """Whether the same input at two positions, which `heads` is of, has the same key once it is turned back."""

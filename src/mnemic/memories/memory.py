@@ -78,7 +78,10 @@ class Memory(nn.Module):
         """Changes settings of a memory, as change("attention", size=262_144), and keeps what it has learned."""
         if name not in self.handles:
             raise unknown_name("memory of this model", name, self.handles)
-        before = {key: getattr(self.handles[name].config, key) for key in settings}
+        known = self.handles[name].config.to_dict()
+        if unknown := sorted(settings.keys() - known.keys()):
+            raise unknown_name(f"setting of {name}", unknown[0], known)
+        before = {key: known[key] for key in settings}
         self.handles[name].change(**settings)
         try:
             self.connect()
@@ -114,7 +117,7 @@ class Memory(nn.Module):
     def xl_length(self) -> int:
         """How many tokens of earlier segments the model's KV cache holds: by its config, or as a memory wants it."""
         own: int = getattr(self._owner[0].config, "xl_length", 0)
-        if own or self._times_disabled:
+        if own or not self.enabled:
             return own
         return max((config.cached for config in self.configs), default=0)
 
@@ -153,6 +156,11 @@ class Memory(nn.Module):
         for handle in self.handles.values():
             handle.reset()
 
+    @property
+    def enabled(self) -> bool:
+        """Whether memories take part: not within `disabled`."""
+        return self._times_disabled == 0
+
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
         """Within this context the model computes exactly what its base does, in every thread."""
@@ -164,7 +172,7 @@ class Memory(nn.Module):
         finally:
             self._times_disabled -= 1
             for handle in self.handles.values():
-                handle.switch(self._times_disabled == 0)
+                handle.switch(self.enabled)
 
     @contextlib.contextmanager
     def keys_only(self) -> Iterator[None]:
@@ -176,7 +184,7 @@ class Memory(nn.Module):
             yield
         finally:
             for handle in idle:
-                handle.switch(self._times_disabled == 0)
+                handle.switch(self.enabled)
 
     def check_training(self, config: Any, kind: str) -> None:
         """Refuses settings of training that a memory in a model of this kind cannot be trained with."""

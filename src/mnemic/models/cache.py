@@ -14,6 +14,7 @@ from mnemic.errors import UsageError
 from mnemic.models.layout import Layout, place
 from mnemic.models.masks import EVERY, PADDING, real_tokens
 
+RIDER = "rider."  # before the names of what rides in a cache
 _MARKS = ("positions", "documents", "next_position", "document")
 
 
@@ -47,6 +48,7 @@ class XLCache(Cache):
         self.document = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.segment: Segment | None = None
         self.riders: list[Any] = []  # what a memory keeps of the same tokens, as layers of a cache
+        self.saved_riders: dict[str, Tensor] = {}  # the same, loaded, until a memory takes it up
 
     @property
     def columns(self) -> list[_Layer]:
@@ -116,7 +118,7 @@ class XLCache(Cache):
         """Forgets everything, or only what the given rows saw."""
         if rows is None:
             super().reset()
-            self.seen, self.riders = 0, []
+            self.seen, self.riders, self.saved_riders = 0, [], {}
             self.positions, self.documents = self.positions[:, :0], self.documents[:, :0]
             self.next_position, self.document = torch.zeros_like(self.next_position), torch.zeros_like(self.document)
             return
@@ -135,6 +137,8 @@ class XLCache(Cache):
         for index, layer in enumerate(self.columns):
             if (stored := layer.stored()) is not None:
                 found[f"keys.{index}"], found[f"values.{index}"] = (states.clone() for states in stored)
+        for rider in self.riders:
+            found |= {RIDER + name: tensor for name, tensor in rider.tensors().items()}
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -151,7 +155,8 @@ class XLCache(Cache):
         device = self.positions.device
         for name in _MARKS:
             setattr(self, name, tensors[name].to(device, copy=True))
-        self.seen = int(tensors["seen"])
+        self.seen, self.riders = int(tensors["seen"]), []
+        self.saved_riders = {name.removeprefix(RIDER): t for name, t in tensors.items() if name.startswith(RIDER)}
         for index, layer in enumerate(self.columns):
             layer.reset()
             if kept:

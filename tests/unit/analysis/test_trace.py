@@ -12,6 +12,7 @@ import mnemic
 from mnemic.data import Document, train_tokenizer
 from mnemic.data.documents import Corpus
 from mnemic.errors import UsageError
+from mnemic.hf.losses import token_losses
 from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
 
 TEXT = "the treaty of the two rivers was signed by Ansgar the Elder in a tent of red felt. " * 2
@@ -59,6 +60,24 @@ def test_a_trace_is_what_evaluation_measures(tokenizer: Any, xl_length: int, mix
         assert (found.shares[:, :, t] > 0).all() == (visible > 0)
     assert (found.gains[1:33] == 0).all()
     assert found.distances().min() >= 2
+
+
+def test_a_trace_tells_what_each_window_found_for_the_tokens_it_scores(tokenizer: Any) -> None:
+    """The last window begins with tokens that were scored before; what is found for them is not shown."""
+    model = make(tokenizer, layers=[0])
+    found = mnemic.trace(model, tokenizer, TEXT, window=32)
+    inputs = len(found.ids) - 1
+    assert inputs % 32  # so that windows overlap
+    (memory,) = (state := model.memory.new_state(1))["attention"].memories.values()
+    for begin in (*range(0, inputs - 31, 32), inputs - 32):
+        ids, scored = found.ids[None, begin : begin + 33], -begin % 32
+        targets = ids[:, 1:].clone()
+        targets[:, :scored] = -100
+        with torch.no_grad(), model.memory.attention.observing() as seen:
+            token_losses(model.eval(), targets, input_ids=ids[:, :-1], memory_state=state, use_cache=False)
+        for name, own in (("numbers", found.numbers), ("weights", found.weights), ("shares", found.shares)):
+            torch.testing.assert_close(own[:, :, begin + scored + 1 : begin + 33], seen[0][name][:, :, scored:])
+    assert memory.rows[0].count == inputs
 
 
 def test_the_best_tokens_are_shown_with_what_was_retrieved(tokenizer: Any, tmp_path: Path) -> None:

@@ -197,6 +197,9 @@ def test_a_text_is_read_before_the_prompt_is_continued(reader: Path, tmp_path: P
     assert output(capsys, *common, "--read", tmp_path / "long.txt").startswith(PROMPT)
     long_prompt = output(capsys, "generate", reader, PROMPT * 60, "--max-new-tokens", 5)
     assert long_prompt.startswith(PROMPT * 60)
+    both = output(capsys, "generate", reader, PROMPT * 60, "--max-new-tokens", 5, "--compare")
+    assert both.startswith("=== without memory ===\n" + PROMPT * 60)
+    assert output(capsys, "generate", reader, PROMPT * 60, "--no-memory").startswith(PROMPT * 60)
 
 
 def test_reading_needs_an_attention_memory_and_a_text(plain: Path, reader: Path, tmp_path: Path, capsys: Any) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CohereConfig, CohereForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 import mnemic
 from mnemic.data import Document, train_tokenizer
@@ -16,6 +24,7 @@ from mnemic.data.documents import Corpus
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Anatomy
 from mnemic.hf.losses import token_losses
+from mnemic.memories.attention.attach import _real_tokens
 from mnemic.memories.attention.working import Row
 from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
 from tests.contract.architectures import VOCABULARY, build
@@ -29,6 +38,18 @@ def memorizing(architecture: str = "llama", **settings: Any) -> Any:
     torch.manual_seed(0)
     memory = mnemic.KNNAttention(**{"layers": [0], "k": 4, "size": 64, **settings})
     return mnemic.augment(build(architecture), memory).eval()
+
+
+def with_xl_cache(architecture: str) -> Any:
+    if architecture == "llama":
+        return memorizing(xl_length=12, size=40)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "xl_length": 12}
+    base = MnemicDecoderForCausalLM(MnemicDecoderConfig(vocab_size=VOCABULARY, **shape))
+    return mnemic.augment(base, mnemic.KNNAttention(layers=[0], k=4, size=40)).eval()
+
+
+XL = pytest.mark.parametrize("model", [with_xl_cache("llama"), with_xl_cache("ours")], ids=["llama", "ours"])
 
 
 def in_threads(count: int, work: Any) -> list[BaseException]:
@@ -118,6 +139,16 @@ def test_two_forwards_may_wait_for_one_backward_with_checkpoints(other: bool) ->
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_gradient_that_has_waited_too_long_with_checkpoints_is_told(reentrant: bool) -> None:
+    model = memorizing().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.memory.read(tokens(1, 40))
+    losses = [model(ids, labels=ids, use_cache=False).loss for ids in tokens(9, 1, 12)]
+    with pytest.raises(UsageError, match=r"the last 8 forwards found, .* call backward\(\) after fewer forwards"):
+        sum(losses).backward()  # type: ignore[union-attr]
+
+
 def test_a_dense_memory_sees_what_was_read_before_in_a_documents_first_segment() -> None:
     results = []
     for settings in ({"dense": True}, {"k": 100}):
@@ -190,6 +221,30 @@ def test_lists_that_are_never_made_do_not_keep_what_is_forgotten() -> None:
     assert memory.rows[0].keys.waiting.shape[1] < 1000 + 3 * 512
 
 
+@pytest.mark.parametrize("settings", [{"search": "exact"}, {"search": "lists"}, {"dense": True}])
+def test_a_memory_that_is_loaded_takes_no_more_room(settings: dict[str, Any]) -> None:
+    model = memorizing(size=600, **settings)
+    model.memory.read(tokens(1, 2000))
+    for _ in range(3):
+        before = model.memory.state()
+        model.memory.load_state(before)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.memory.state().items())
+        row = model.memory.attention.shared.memories[0].rows[0]
+        assert 2 * row.values.numel() * 4 == model.memory.state_bytes(1)
+
+
+def test_what_an_xl_cache_holds_may_grow() -> None:
+    config = MnemicDecoderConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = mnemic.augment(MnemicDecoderForCausalLM(config), mnemic.KNNAttention(k=4, size=100)).eval()
+    model.config.xl_length = 700
+    cache = model.new_cache(1)
+    with torch.no_grad():
+        for part in tokens(1, 1500).split(100, 1):
+            model(part, past_key_values=cache)
+    (memory,) = cache.riders[0].memories.values()
+    assert memory.rows[0].visible(700) == (700, 800)
+
+
 def test_what_was_read_goes_on_in_a_memory_that_is_searched_in_another_way() -> None:
     model = memorizing(size=500)
     model.memory.read(tokens(1, 300))
@@ -210,6 +265,49 @@ def test_a_model_that_is_moved_takes_its_memory_along() -> None:
     assert model.memory.attention._device == torch.device("meta")
     (memory,) = model.memory.new_state(1)["attention"].memories.values()
     assert memory.rows[0].values.device == torch.device("meta")
+
+
+@XL
+def test_a_session_with_an_xl_cache_goes_on_from_its_tensors(model: Any) -> None:
+    cache, ids = model.memory.new_cache(1), tokens(1, 60)
+    with torch.no_grad():
+        for part in ids[:, :40].split(10, 1):
+            model(part, past_key_values=cache)
+        loaded = model.memory.new_cache(1)
+        loaded.load_tensors(cache.tensors())
+        for part in ids[:, 40:].split(10, 1):
+            wanted, found = (model(part, past_key_values=one).logits for one in (cache, loaded))
+            assert torch.equal(wanted, found)
+        for name, tensor in cache.tensors().items():
+            assert torch.equal(tensor, loaded.tensors()[name]), name
+        again = model.memory.new_cache(1)
+        again.load_tensors({name: t for name, t in cache.tensors().items() if not name.startswith("rider.")})
+        assert (model(part, past_key_values=again).logits - model(part, past_key_values=cache).logits).abs().max() > 1e-4
+
+
+@XL
+def test_a_session_remembers_whatever_a_forward_returns(model: Any) -> None:
+    results = []
+    for return_dict in (True, False):
+        cache = model.memory.new_cache(1)
+        with torch.no_grad():
+            for part in tokens(1, 60).split(10, 1):
+                results.append(model(part, past_key_values=cache, return_dict=return_dict)[0])
+        assert len(cache.riders) == 1
+    for wanted, found in zip(results[:6], results[6:], strict=True):
+        assert torch.equal(wanted, found)
+
+
+def test_padding_on_the_left_of_what_is_read_takes_no_positions() -> None:
+    model, ids = memorizing("gpt2"), tokens(1, 20)
+    logits = []
+    for pads in (0, 5):
+        model.memory.reset()
+        padded = torch.nn.functional.pad(ids, (pads, 0))
+        model.memory.read(padded, torch.nn.functional.pad(torch.ones_like(ids), (pads, 0)))
+        with torch.no_grad():
+            logits.append(model(tokens(1, 9, seed=3)).logits)
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "bert"])
@@ -251,6 +349,44 @@ def test_keys_that_cannot_be_turned_back_are_refused() -> None:
     assert not hasattr(model, "memory")
 
 
+def test_one_softmax_with_scores_that_a_model_caps_is_refused() -> None:
+    base = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=5.0))
+    with pytest.raises(UnsupportedModel, match="Gemma2Model changes the scores .* set mix to gate or tanh"):
+        mnemic.augment(base, mnemic.KNNAttention(mix="joint"), anatomy=LIKE_LLAMA)
+    mnemic.augment(base, mnemic.KNNAttention(mix="tanh"), anatomy=LIKE_LLAMA)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_one_softmax_takes_in_the_biases_of_t5(implementation: str) -> None:
+    model = memorizing("t5", mix="joint", normalise="memory", k=30)
+    model.set_attn_implementation(implementation)
+    block, mix = model.encoder.block[0].layer[0], model.memory.attention.layers["0"]
+    attention = block.SelfAttention
+    with torch.no_grad():
+        attention.relative_attention_bias.weight.normal_(0, 3)
+        mix.gate.normal_(0, 0.1)
+    text, ids = tokens(1, 30), tokens(1, 12, seed=1)
+    model.memory.read(text)
+    heard = []
+    handle = attention.register_forward_hook(lambda module, given, result: heard.append(result[0]))
+    with torch.no_grad():
+        model(input_ids=ids, decoder_input_ids=ids)
+    handle.remove()
+
+    def heads(of: torch.Tensor, name: str) -> torch.Tensor:
+        states = block.layer_norm(model.shared(of))
+        return getattr(attention, name)(states).unflatten(-1, (attention.n_heads, -1))[0].transpose(0, 1).double()
+
+    query, key, value = (heads(ids, name) for name in "qkv")
+    past_key, past_value = (heads(text, name) for name in "kv")
+    unit = torch.nn.functional.normalize
+    near = unit(query, dim=-1) @ unit(past_key, dim=-1).transpose(1, 2) * mix.scale()[:, None, None].double()
+    local = query @ key.transpose(1, 2) + attention.compute_bias(12, 12)[0].double()
+    weights = torch.cat([local, near + mix.bias()[:, None, None].double()], -1).softmax(-1)
+    wanted = (weights @ torch.cat([value, past_value], 1)).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(heard[0][0], attention.o(wanted.float()), atol=1e-5, rtol=1e-4)
+
+
 def test_layers_that_do_not_turn_their_keys_are_left_alone() -> None:
     model = SmolLM3ForCausalLM(SmolLM3Config(**SHAPE, no_rope_layer_interval=2)).eval()
     mnemic.augment(model, mnemic.KNNAttention(layers=[0, 1], k=4, size=32), anatomy=LIKE_LLAMA)
@@ -288,6 +424,35 @@ def test_a_cache_of_fixed_length_changes_nothing(mix: str) -> None:
     usual = model.generate(tokens(1, 9, seed=1), **how)
     fixed = model.generate(tokens(1, 9, seed=1), cache_implementation="static", disable_compile=True, **how)
     torch.testing.assert_close(torch.stack(usual.scores), torch.stack(fixed.scores), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "mistral", "llama"])
+def test_padded_rows_with_a_cache_of_fixed_length(architecture: str) -> None:
+    """`generate` gives 4D masks then, several where a model has windows in some layers."""
+    model = memorizing(architecture)
+    ids, mask = tokens(2, 9, seed=1), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    how = {"max_new_tokens": 6, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    how |= {"pad_token_id": 0, "eos_token_id": None, "attention_mask": mask}
+    model.memory.read(tokens(1, 40))
+    usual = model.generate(ids, **how)
+    fixed = model.generate(ids, cache_implementation="static", disable_compile=True, **how)
+    torch.testing.assert_close(torch.stack(usual.scores), torch.stack(fixed.scores), atol=1e-5, rtol=1e-4)
+
+
+def test_which_tokens_are_real_is_told_by_masks_of_all_kinds() -> None:
+    real = torch.tensor([[False, True, True], [True, True, True]])
+    visible = (real[:, None, :] & torch.ones(3, 3, dtype=torch.bool).tril())[:, None]
+    wide = torch.nn.functional.pad(visible, (0, 5))
+    numbers = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+    for mask in (real, real.long(), visible, wide, numbers, {"a": visible[..., :2, :2], "b": wide, "c": None}):
+        assert torch.equal(_real_tokens({"attention_mask": mask}, None), real)
+    assert _real_tokens({"attention_mask": None}, None) is None
+    assert _real_tokens({"attention_mask": {"a": None}}, None) is None
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 1, 4, 2), torch.zeros(2, 1, 4, 2), 0)
+    later = torch.nn.functional.pad(visible, (4, 1), value=True)
+    assert torch.equal(_real_tokens({"attention_mask": later}, cache), real)
 
 
 def test_a_trace_sees_its_own_thread_alone() -> None:
@@ -339,5 +504,25 @@ def test_what_cannot_be_read_is_told() -> None:
     with model.memory.disabled(), pytest.raises(UsageError, match="outside of disabled"):
         model.memory.read(tokens(1, 5))
     other.memory.read(tokens(1, 5))
-    with pytest.raises(UsageError, match=r"is of layers \[1\] and the memory is in \[0\]: read it again"):
+    with pytest.raises(UsageError, match=r"has no 0.keys of 2 heads of 8, which this memory in layers \[0\] needs"):
         model.memory.load_state(other.memory.state())
+    both = {**other.memory.state(), **read(memorizing(), tokens(1, 5)).state()}
+    with pytest.raises(UsageError, match=r"has 1.keys, 1.values and the memory is in layers \[0\]"):
+        model.memory.load_state(both)
+    before = read(model, tokens(1, 7)).state()
+    with pytest.raises(UsageError, match=r"has no 0.keys of 2 heads of 8"):
+        model.memory.load_state(read(memorizing("gpt2"), tokens(1, 5)).state())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.memory.state().items())
+    with pytest.raises(UsageError, match=r"takes a tensor of token ids \(texts, tokens\), not list"):
+        model.memory.read([[1, 2, 3]])
+    with pytest.raises(UsageError, match=r"not a tensor \(5,\)"):
+        model.memory.read(tokens(5))
+    with pytest.raises(UsageError, match=r"one number for each token: expected \(1, 5\)"):
+        model.memory.read(tokens(1, 5), torch.ones(1, 4))
+    with pytest.raises(UsageError, match=r"unknown setting of attention 'sise'.*size"):
+        model.memory.change("attention", sise=3)
+
+
+def read(model: Any, ids: torch.Tensor) -> Any:
+    model.memory.read(ids)
+    return model.memory

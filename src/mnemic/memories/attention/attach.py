@@ -31,6 +31,7 @@ from mnemic.memories.base import Handle, Reading
 
 EXACT = 4096  # pairs up to which all are compared, unless the settings say otherwise
 PENDING = 8  # forwards at most whose gradient may still come
+NO_BACKWARD = -1  # the number of the backward pass under way, if there is none
 CHANGEABLE = {"k", "size", "dtype", "search", "recall", "external"}  # settings that nothing learned depends on
 SEGMENT = 512  # tokens that are read at a time
 SPARE = 512  # pairs that a row keeps at least beyond its size, for what the context holds
@@ -51,7 +52,7 @@ class Attached(Handle):
         super().__init__(config)
         self._on = True
         self._stack_part = (places.stack,)
-        self._spare = max(SPARE, config.xl_length, getattr(places.stack.config, "xl_length", 0))
+        self._positions = places.anatomy.positions if places.anatomy.kind == "causal" else None
         self._pending: list[Forward] = []  # whose layers run again in the backward pass
         self.shared: State | None = None  # what `read` has read, for all to look into
         self.stored: State | None = None  # what a store has kept, likewise
@@ -67,6 +68,11 @@ class Attached(Handle):
         self.layers = nn.ModuleDict()
         try:
             probe(places, list(self._hooks.values()))
+            if config.mix == "joint" and not all(hook.plain_scores for hook in self._hooks.values()):
+                raise UnsupportedModel(
+                    f"{type(places.stack).__name__} changes the scores of its attention, which one softmax with the "
+                    "memory's would need as they are: set mix to gate or tanh"
+                )
         except UnsupportedModel:
             self.detach()
             raise
@@ -77,6 +83,12 @@ class Attached(Handle):
     @classmethod
     def attach(cls, config: KNNAttention, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
         return cls(config, places)
+
+    @property
+    def _spare(self) -> int:
+        """How many pairs a row keeps beyond its size: what the context may hold."""
+        (stack,) = self._stack_part
+        return max(SPARE, self.config.xl_length, getattr(stack.config, "xl_length", 0))
 
     @property
     def _device(self) -> torch.device:
@@ -154,6 +166,7 @@ class Attached(Handle):
         (stack,) = self._stack_part
         if not self._on:
             raise UsageError("a memory that is disabled reads nothing: read() outside of disabled()")
+        _check_tokens(input_ids, mask)
         if self.shared is not None and len(input_ids) != len(next(iter(self.shared.memories.values())).rows):
             raise UsageError(
                 "read() goes on with as many texts as it has read so far: reset() the memory to begin anew"
@@ -168,11 +181,17 @@ class Attached(Handle):
                 real = None if mask is None else mask[:, piece]
                 call = Forward(state, real=None if real is None else real.bool())
                 with self._reading(call):
-                    stack(input_ids=input_ids[:, piece], attention_mask=real)
+                    stack(input_ids=input_ids[:, piece], attention_mask=real, **self._places_of(real))
                 call.commit()
             self.shared = state
         finally:
             stack.train(training)
+
+    def _places_of(self, real: Tensor | None) -> dict[str, Tensor]:
+        """The positions of tokens beside padding, where a model would count the padding too."""
+        if real is None or self._positions != "absolute":
+            return {}
+        return {"position_ids": (real.long().cumsum(1) - 1).clamp(min=0)}
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[list[dict[str, Tensor]]]:
@@ -247,16 +266,25 @@ class Attached(Handle):
         return {} if self.shared is None else self.shared.tensors()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        layers = {int(name.split(".")[0]) for name in state}
-        if state and layers != set(self.indices):
+        if not state:
+            self.shared = None
+            return
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name.endswith((".keys", ".values"))}
+        for index, hook in self._hooks.items():
+            for name in (f"{index}.keys", f"{index}.values"):
+                heads, width = (shapes.pop(name, ())[1::2] + (0, 0))[:2]
+                if (heads, width) != (hook.kv_heads, hook.width):
+                    raise UsageError(
+                        f"what was read has no {name} of {hook.kv_heads} heads of {hook.width}, which this memory in "
+                        f"layers {self.indices} needs: read the text again"
+                    )
+        if shapes:
             raise UsageError(
-                f"what was read is of layers {sorted(layers)} and the memory is in {self.indices}: read it again"
+                f"what was read has {', '.join(shapes)} and the memory is in layers {self.indices}: read it again"
             )
-        self.shared = None
-        if state:
-            rows = len(next(iter(state.values())))
-            self.shared = self._empty(rows)
-            self.shared.load_tensors(state)
+        loaded = self._empty(len(next(iter(state.values()))))
+        loaded.load_tensors(state)
+        self.shared = loaded
 
     # A forward
 
@@ -269,10 +297,8 @@ class Attached(Handle):
         call = self._begin(inputs, reading)
         with self._reading(call):
             result = forward(**inputs)
-        cache: Any = getattr(result[-1] if isinstance(result, tuple) else result, "past_key_values", None)
-        if call.state is None and reading is None and self.size and hasattr(cache, "riders"):
-            call.state = self._empty(cache.batch_size)
-            cache.riders.append(call.state)
+        if call.state is None and reading is None and self.size and (cache := _xl_cache(result)) is not None:
+            call.state = self._riding(cache)
         call.commit()
         if (heard := _heard.get(self)) is not None:
             heard.append(call.pairs_by_token())
@@ -280,14 +306,22 @@ class Attached(Handle):
             seen.append(call.observed(self.config.k))
         return result
 
+    def _riding(self, cache: Any) -> State:
+        """An empty state that rides in an XL cache from now on."""
+        state = self._empty(cache.batch_size)
+        cache.riders.append(state)
+        return state
+
     def _begin(self, inputs: dict[str, Any], reading: Reading | None) -> Forward:
         cache: Any = inputs.get("past_key_values")
-        mask = inputs.get("attention_mask")
         state = ((reading and reading.state) or {}).get("attention")
         if state is None:
             state = next((rider for rider in getattr(cache, "riders", []) if isinstance(rider, State)), None)
+        if state is None and (saved := getattr(cache, "saved_riders", None)):
+            state, cache.saved_riders = self._riding(cache), {}
+            state.load_tensors(saved)
         call = Forward(state, [one for one in (self.shared, self.stored) if one], starts=starts_being_read())
-        call.real = mask.bool() if mask is not None and mask.ndim == 2 else None
+        call.real = _real_tokens(inputs, cache)
         if state is not None and hasattr(cache, "limit"):
             call.held = [cache.limit] * cache.batch_size
         elif state is not None and reading is not None and not self.training:
@@ -318,6 +352,11 @@ class Attached(Handle):
                 if len(call.repeated) == len(self.indices):
                     self._pending = [one for one in self._pending if one is not call]
                 return call
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            raise UsageError(
+                f"with gradient checkpointing an attention memory keeps what the last {PENDING} forwards found, and "
+                "this gradient is of an earlier one: call backward() after fewer forwards"
+            )
         return None
 
     # The attention of a layer
@@ -346,10 +385,42 @@ class Attached(Handle):
 
         def local_mass() -> Tensor:
             every = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-            return mathematics.local_mass(query, every, heads.mask, scaling, heads.causal)
+            return mathematics.local_mass(query, every, heads.bias, heads.mask, scaling, heads.causal)
 
         share = mix.share(mass, local_mass)
         if _observed.get(self) is not None:
             call.shares[index] = torch.where(there, share, 0.0).detach()
             call.asked[index] = (own * scale).detach()
         return mathematics.mixed(local.transpose(1, 2), memory, share, there).transpose(1, 2), weights
+
+
+def _check_tokens(input_ids: Any, mask: Any) -> None:
+    """UsageError if these are not tokens of texts, (B, T), and a mask of their shape."""
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        what = f"a tensor {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise UsageError(f"read() takes a tensor of token ids (texts, tokens), not {what}")
+    if mask is not None and getattr(mask, "shape", None) != input_ids.shape:
+        raise UsageError(f"the mask of read() has one number for each token: expected {tuple(input_ids.shape)}")
+
+
+def _real_tokens(inputs: dict[str, Any], cache: Any) -> Tensor | None:
+    """Which tokens of a forward are no padding, (B, T or more), if its mask tells: of 4D masks the widest is asked.
+
+    In a 4D mask a token that may not even see itself is padding.
+    """
+    mask: Any = inputs.get("attention_mask")
+    if isinstance(mask, dict):
+        mask = max((one for one in mask.values() if one is not None), key=lambda one: one.shape[-1], default=None)
+    if mask is None or mask.ndim == 2:
+        return None if mask is None else mask.bool()
+    tokens, width = mask.shape[-2:]
+    own = min(int(cache.get_seq_length()) if cache is not None else 0, width - tokens)
+    itself = mask[:, 0, :, own : own + tokens].diagonal(dim1=-2, dim2=-1)
+    return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
+
+
+def _xl_cache(result: Any) -> Any:
+    """The XL cache in what a forward returned, if there is one."""
+    parts = result if isinstance(result, tuple) else (result,)
+    caches = (getattr(part, "past_key_values", part) for part in parts)
+    return next((cache for cache in caches if hasattr(cache, "riders")), None)

@@ -94,12 +94,16 @@ def _attend_to_block(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Ten
     return (scores - mass.unsqueeze(2)).exp() @ values, mass
 
 
-def local_mass(queries: Tensor, keys: Tensor, mask: Tensor | None, scaling: float, causal: bool) -> Tensor:
-    """The mass of attention within the context, (B, H, T), for keys (B, H, K, d).
+def local_mass(
+    queries: Tensor, keys: Tensor, bias: Tensor | None, mask: Tensor | None, scaling: float, causal: bool
+) -> Tensor:
+    """The mass of attention within the context, (B, H, T), for keys (B, H, K, d) and a bias of their scores.
 
     Where there is no mask, query number t of a causal attention sees the keys up to number t, as in torch's own.
     """
     scores = queries @ keys.transpose(2, 3) * scaling
+    if bias is not None:
+        scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     elif causal:

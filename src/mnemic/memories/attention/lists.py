@@ -162,5 +162,7 @@ def _give_room(lists: Any, number: int, expected: int) -> None:
 
 
 def share(found: np.ndarray, true: np.ndarray) -> float:
-    """The share of each row of `true` that is in the same row of `found`, on average; -1, for none, counts as found."""
-    return float(np.mean([np.isin(t, f).mean() for f, t in zip(found, true, strict=True)]))
+    """The share of each row of `true` that is in the same row of `found`, on average; -1 stands for none."""
+    there = true >= 0
+    hits = np.array([np.isin(t, f) for f, t in zip(found, true, strict=True)]) & there
+    return float((hits.sum(1) / there.sum(1).clip(1)).mean())

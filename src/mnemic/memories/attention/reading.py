@@ -146,7 +146,7 @@ class Forward:
             if self.overlap is not None:
                 kept &= places >= self.overlap[:, None]
             if self.starts is not None:
-                last = torch.where(self.starts & kept, places, -1).amax(1)
+                last = torch.where(self.starts.bool() & kept, places, -1).amax(1)
                 self.state.memories[index].clear(last >= 0)
                 kept &= places >= last[:, None]
             self.state.memories[index].append(keys, values, kept)

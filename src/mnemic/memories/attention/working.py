@@ -81,6 +81,14 @@ class Row:
             self.keys.add(keys)
             self.count += keys.shape[1]
 
+    def load(self, keys: Tensor, values: Tensor, before: int) -> None:
+        """Holds these pairs and no others, which a memory of this size had when it was saved."""
+        self.clear()
+        self._make_room(keys.shape[1] - self.size)
+        write(self.values, values, 0)
+        self.keys.add(keys)
+        self.count, self.before = keys.shape[1], before
+
     def _make_room(self, new: int) -> None:
         """Makes the ring so large that none of its `size` pairs goes while the context holds all the new ones."""
         capacity = self.values.shape[1]
@@ -211,9 +219,7 @@ class WorkingMemory:
         lengths, before = tensors["lengths"].tolist(), tensors["before"].tolist()
         for number, row in enumerate(self.rows):
             keys, values = (tensors[name][number, :, : lengths[number]].to(row.values) for name in ("keys", "values"))
-            row.clear()
-            row.append(keys, values)
-            row.before = before[number]
+            row.load(keys, values, before[number])
             learned = row.keys.learned(0)
             if learned.keys() <= tensors.keys():  # or they were found in another way
                 row.keys.load_learned({name: tensors[name][number] for name in learned})
