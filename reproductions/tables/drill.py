@@ -40,7 +40,9 @@ class Drill(Config):
     steps: int = option(4000, "steps of a lesson at most")
     letters: list[int] = option([0], f"for each lesson the most different tokens of a row, {FEWEST} at least; 0: all")
     until: list[float] = option([0.0], f"the loss, a mean of {RECENT} steps, at which each is learned")
-    echo: float | None = option(None, "the loss at which a lesson of echoes, before the others, is learned; unset: none")
+    echo: float | None = option(
+        None, "the loss at which a lesson of echoes, before the others, is learned; unset: none"
+    )
     batch_size: int = option(16, "rows of a step")
     length: int = option(128, "tokens of a row")
     learning_rate: float = option(1e-3, "that of AdamW after the warm-up")

@@ -82,6 +82,7 @@ class Row:
     testing: Testing | None  # None: the model as it is, without a memory
     paper: dict[str, float | None]
     variant: str = ""  # of the settings
+    against: str = ""  # the label of the row that its change is against; empty: the table's first
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Table:
     name: str
     columns: dict[str, str]
     rows: Sequence[Row]
-    change: str = ""  # the column whose change against the first row is shown
+    change: str = ""  # the column whose change against the first row, or another, is shown
     scale: float = 1.0  # that figures are multiplied with to be those of the paper
 
     def key(self, row: Row) -> str:

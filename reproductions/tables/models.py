@@ -1,6 +1,7 @@
 """The models of the tables: each is trained once for all tables, and tested with several memories.
 
 runs/tokenizer-<settings>/
+runs/<a pretrained model>/
 runs/drilled-<settings>-seed<seed>/
 runs/<name>-<settings>-seed<seed>/
     model/  report.json  ...     the run of `mnemic.train`
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from tables.drill import Drill, drilled
+from tables.pretrained import PRETRAINED, unpacked
 from tables.settings import Settings, identity
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -99,8 +101,26 @@ class Model:
                 report: dict[str, Any] = json.loads((self.folder / "report.json").read_text(encoding="utf-8"))
                 return report
             model = self.begun()
+            if self.pretrained and self.start is None:
+                return self.keep_as_it_is(model)
             corpus = self.settings.text("home").open()
             return dict(train(model, self.tokenizer, corpus, self.config).report)
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether others have trained the model."""
+        return self.settings.model.startswith(PRETRAINED)
+
+    def keep_as_it_is(self, model: Any) -> dict[str, Any]:
+        """Saves a pretrained model as a run of no steps; its report."""
+        parameters = sum(weight.numel() for weight in model.parameters())
+        report = {"step": 0, "tokens": 0, "seconds": 0.0, "tokens_per_second": 0.0, "commit": commit()}
+        report |= {"losses": [{"loss": None}], "parameters": {"all": parameters}}
+        with new_folder(self.folder) as made:
+            model.save_pretrained(made / "model")
+            self.tokenizer.save_pretrained(made / "model")
+            write_text(made / "report.json", json.dumps(report) + "\n")
+        return report
 
     def begun(self) -> Any:
         """The model before it is trained: new, or another one that has been trained."""
@@ -114,13 +134,15 @@ class Model:
             model.memory.change("attention", size=self.memory.size)
         elif self.memory is not None:
             augment(model, self.memory)
-        if self.start is None and self.settings.drill:
+        if self.start is None and self.settings.drill and not self.pretrained:
             self.drill(model)
         return model
 
     def new(self) -> Any:
-        """A new model: one of ours, or of an architecture of transformers, as transformers:gpt2."""
+        """A new model: one of ours, or of an architecture of transformers, as transformers:gpt2; or one from others."""
         name, settings = self.settings.model, self.settings.model_settings
+        if self.pretrained:
+            return AutoModelForCausalLM.from_pretrained(self.unpacked())
         if name.startswith(THEIRS):
             special = {token: getattr(self.tokenizer, token) for token in ("bos_token_id", "eos_token_id")}
             size = {"vocab_size": len(self.tokenizer)}
@@ -143,6 +165,8 @@ class Model:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer, trained on the home text, which all models of that text share."""
+        if self.pretrained:
+            return load_tokenizer(self.unpacked())
         with alone(self.tokenizer_folder):
             if not self.tokenizer_folder.is_dir():
                 settings = self.settings
@@ -151,6 +175,12 @@ class Model:
                 with new_folder(self.tokenizer_folder) as folder:
                     tokenizer.save_pretrained(folder)
         return load_tokenizer(self.tokenizer_folder)
+
+    def unpacked(self) -> Path:
+        """The folder of the pretrained model."""
+        name = self.settings.model.removeprefix(PRETRAINED)
+        with alone(self.runs / name):
+            return unpacked(name, self.runs / name)
 
     def load(self) -> Any:
         """The trained model; an output memory is taken out, for others are put in to test it."""

@@ -38,7 +38,7 @@ def put_between(path: Path, made: str) -> None:
 def lines(table: Table, results: dict[str, Any]) -> list[str]:
     """The table in Markdown."""
     ours, papers = figures(table, results), paper_figures(table)
-    first = next(iter(papers))
+    others = {row.label: row.against or table.rows[0].label for row in table.rows}
     cited = [column for column in table.columns if any(found.get(column) is not None for found in papers.values())]
     head = ["model"]
     for column in table.columns:
@@ -52,8 +52,9 @@ def lines(table: Table, results: dict[str, Any]) -> list[str]:
             row += [number(paper.get(column))] if column in cited else []
             row.append(spread(ours[label].get(column), column in paper))
         if table.change:
-            row.append(percent(change([paper.get(table.change)], [papers[first].get(table.change)])))
-            row.append(percent(change(*paired(ours[label], ours[first], table.change))))
+            other = others[label]
+            row.append(percent(change([paper.get(table.change)], [papers[other].get(table.change)])))
+            row.append(percent(change(*paired(ours[label], ours[other], table.change))))
         rows.append(row)
     return [f"| {' | '.join(row)} |" for row in rows]
 

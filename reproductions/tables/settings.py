@@ -28,7 +28,7 @@ class Settings(Config):
     home: dict[str, Any] = option({}, "the text that models are trained on: see Text")
     other: dict[str, Any] = option({}, "a text of another domain, if the table has one")
     tested: str = option("home", "which of the two is tested on")
-    model: str = option("decoder", "as in `mnemic train --model`, or one of transformers, as transformers:gpt2")
+    model: str = option("decoder", "as in `mnemic train --model`, or transformers:gpt2, or pretrained:smollm2-135m")
     model_settings: dict[str, Any] = option({}, "settings of the model that differ")
     tokenizer: str = option("word", "bpe, word or byte, trained on the home text")
     vocab_size: int | None = option(None, "size of its vocabulary; unset: all words")

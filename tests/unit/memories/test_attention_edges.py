@@ -282,7 +282,9 @@ def test_a_session_with_an_xl_cache_goes_on_from_its_tensors(model: Any) -> None
             assert torch.equal(tensor, loaded.tensors()[name]), name
         again = model.memory.new_cache(1)
         again.load_tensors({name: t for name, t in cache.tensors().items() if not name.startswith("rider.")})
-        assert (model(part, past_key_values=again).logits - model(part, past_key_values=cache).logits).abs().max() > 1e-4
+        assert (
+            model(part, past_key_values=again).logits - model(part, past_key_values=cache).logits
+        ).abs().max() > 1e-4
 
 
 @XL
@@ -291,8 +293,9 @@ def test_a_session_remembers_whatever_a_forward_returns(model: Any) -> None:
     for return_dict in (True, False):
         cache = model.memory.new_cache(1)
         with torch.no_grad():
-            for part in tokens(1, 60).split(10, 1):
-                results.append(model(part, past_key_values=cache, return_dict=return_dict)[0])
+            results += [
+                model(part, past_key_values=cache, return_dict=return_dict)[0] for part in tokens(1, 60).split(10, 1)
+            ]
         assert len(cache.riders) == 1
     for wanted, found in zip(results[:6], results[6:], strict=True):
         assert torch.equal(wanted, found)
@@ -351,7 +354,7 @@ def test_keys_that_cannot_be_turned_back_are_refused() -> None:
 
 def test_one_softmax_with_scores_that_a_model_caps_is_refused() -> None:
     base = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=5.0))
-    with pytest.raises(UnsupportedModel, match="Gemma2Model changes the scores .* set mix to gate or tanh"):
+    with pytest.raises(UnsupportedModel, match=r"Gemma2Model changes the scores .* set mix to gate or tanh"):
         mnemic.augment(base, mnemic.KNNAttention(mix="joint"), anatomy=LIKE_LLAMA)
     mnemic.augment(base, mnemic.KNNAttention(mix="tanh"), anatomy=LIKE_LLAMA)
 

@@ -272,8 +272,7 @@ class Attached(Handle):
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name.endswith((".keys", ".values"))}
         for index, hook in self._hooks.items():
             for name in (f"{index}.keys", f"{index}.values"):
-                heads, width = (shapes.pop(name, ())[1::2] + (0, 0))[:2]
-                if (heads, width) != (hook.kv_heads, hook.width):
+                if shapes.pop(name, ())[1::2] != (hook.kv_heads, hook.width):
                     raise UsageError(
                         f"what was read has no {name} of {hook.kv_heads} heads of {hook.width}, which this memory in "
                         f"layers {self.indices} needs: read the text again"
