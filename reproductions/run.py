@@ -80,7 +80,9 @@ def parser() -> Parser:
     options.add_argument("size", nargs="?", default="small", help=f"{', '.join(SIZES)}; default: small")
     options.add_argument("--seeds", metavar="0,1,2", help="the seeds to run; default: those of the settings")
     options.add_argument(
-        "--only", metavar="TEXT", help="of a table, only what has this in its name; two commands may run side by side"
+        "--only",
+        metavar="TEXT",
+        help="of a table, only the row of this name, or all that have it in their names; two commands may run side by side",
     )
     options.add_argument("--data", metavar="FOLDER", help="where the corpora lie; default: MNEMIC_DATA, or the hub")
     options.add_argument(

@@ -103,7 +103,10 @@ class Table:
         return row.label if len(row.paper) == len(self.columns) else f"{row.label}: {', '.join(row.paper)}"
 
     def main(self, folder: Path, size: str, seeds: Sequence[int] | None, runs: Path, only: str = "") -> None:
-        """Runs what has `only` in its key and is not in the results; what other settings made is left out of them."""
+        """Runs what is not in the results: the key `only`, or else all keys that it is a part of.
+
+        What other settings made is left out of the results.
+        """
         settings = Settings.read(folder / f"{size}.toml")
         path = folder / "results" / f"{size}.json"
 
@@ -120,7 +123,7 @@ class Table:
                 found[self.key(row)] = {s: made for s, made in before if made["identity"] == of(row, int(s)).identity}
             return found
 
-        asked = [row for row in rows if only in self.key(row)]
+        asked = [row for row in rows if self.key(row) == only] or [row for row in rows if only in self.key(row)]
         if not asked:
             raise UsageError(f"--only {only}: expected a part of one of these: {'; '.join(map(self.key, rows))}")
         for seed in settings.seeds if seeds is None else seeds:

@@ -81,6 +81,10 @@ def test_parts_of_a_table_are_run_one_by_one(root: Path, tmp_path: Path) -> None
         done = {key for key, seeds in json.loads(results.read_text())["measurements"].items() if seeds}
         assert done >= {key for key in whole["measurements"] if part in key}
     assert done == set(whole["measurements"])
+    runner.run(tmp_path, ["memorizing", "figure6", "smoke", "--runs", runs, "--only", "Transformer"])
+    results = tmp_path / "memorizing" / "figure6" / "results" / "smoke.json"
+    measured = json.loads(results.read_text())["measurements"]
+    assert [key for key, seeds in measured.items() if seeds] == ["Transformer"]  # not what has that in its name
     with pytest.raises(UsageError, match="--only nothing: expected a part of one of these: 512, no memory"):
         runner.run(tmp_path, ["memorizing", "table4", "smoke", "--runs", runs, "--only", "nothing"])
 
