@@ -82,7 +82,7 @@ def parser() -> Parser:
     options.add_argument(
         "--only",
         metavar="TEXT",
-        help="of a table, only the row of this name, or all that have it in their names; two commands may run side by side",
+        help="of a table, only this row, or all that have this in their names; two commands may run side by side",
     )
     options.add_argument("--data", metavar="FOLDER", help="where the corpora lie; default: MNEMIC_DATA, or the hub")
     options.add_argument(

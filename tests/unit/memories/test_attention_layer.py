@@ -85,13 +85,14 @@ def test_dense_attention_is_attention_to_every_pair_in_blocks_of_any_size(monkey
         assert torch.autograd.gradcheck(lambda q: attend_to_all(q, keys, values), (queries,))
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("masked", ["causal", "added", "shown", "none"])
-def test_the_mass_of_the_context_is_that_of_its_softmax(masked: str) -> None:
+def test_the_mass_of_the_context_is_that_of_its_softmax(masked: str, biased: bool) -> None:
     queries, keys = random(B, H, T, D), random(B, H, T + 2, D, seed=1)
     visible = torch.ones(T, T + 2, dtype=torch.bool).tril()  # as torch's own attention has it
-    bias = random(H, T, T + 2, seed=4)
+    bias, own = random(H, T, T + 2, seed=4), random(1, H, T, T + 2, seed=5) * biased
     mask = {"causal": None, "none": None, "shown": visible.expand(B, 1, -1, -1)}.get(masked, bias.expand(B, -1, -1, -1))
-    got = local_mass(queries, keys, mask, 0.7, causal=masked == "causal")
+    got = local_mass(queries, keys, own if biased else None, mask, 0.7, causal=masked == "causal")
     for b in range(B):
         for h in range(H):
             for t in range(T):
@@ -99,7 +100,7 @@ def test_the_mass_of_the_context_is_that_of_its_softmax(masked: str) -> None:
                 for j in range(T + 2):
                     if masked in ("causal", "shown") and not visible[t, j]:
                         continue
-                    score = 0.7 * float(queries[b, h, t] @ keys[b, h, j])
+                    score = 0.7 * float(queries[b, h, t] @ keys[b, h, j]) + float(own[0, h, t, j])
                     scores.append(score + (float(bias[h, t, j]) if masked == "added" else 0.0))
                 assert got[b, h, t].item() == pytest.approx(math.log(sum(map(math.exp, scores))))
 
@@ -111,7 +112,7 @@ def test_the_joint_share_makes_one_softmax_of_context_and_memory(pairs: tuple[Te
     with torch.no_grad():
         mix.gate.copy_(0.1 * random(H, seed=7))
     memory, mass = attend_to_pairs(queries, keys, values, found)
-    near = local_mass(queries, context, None, 1.0, causal=True)
+    near = local_mass(queries, context, None, None, 1.0, causal=True)
     local = torch.nn.functional.scaled_dot_product_attention(
         queries, context, context_values, is_causal=True, scale=1.0
     )

@@ -143,6 +143,19 @@ def test_exact_search_in_groups_finds_the_highest_scores(counts: list[int], k: i
     torch.testing.assert_close(scores.gather(1, found), scores.topk(k, 1).values)
 
 
+@pytest.mark.parametrize("search", ["exact", "lists"])
+def test_narrow_queries_are_compared_with_wide_numbers(search: str) -> None:
+    queries, keys = random(HEADS, 20, WIDTH, seed=1).bfloat16(), random(HEADS, 300, WIDTH)
+    held = ExactKeys(HEADS, WIDTH, 300, torch.float32, "cpu")
+    if search == "lists":  # keys that wait
+        held = ListedKeys(300, 8, 0.9, HEADS, WIDTH, torch.float32)
+    held.add(keys)
+    numbers, found = held.search(queries, 8, 0, 300)
+    wanted = (queries.float() @ keys.transpose(1, 2)).topk(8).indices
+    assert torch.equal(numbers.sort(-1).values, wanted.sort(-1).values)
+    assert found.dtype == torch.bfloat16
+
+
 def test_exact_search_never_holds_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "SCORES", 1 << 14)
     tables, empty = [], torch.empty

@@ -41,7 +41,10 @@ class Keys(Protocol):
         """Lets go of all keys, and counts from 0 again."""
 
     def search(self, queries: Tensor, k: int, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """The numbers (H, T, k) of the keys with the highest inner product with queries (H, T, d), and those keys."""
+        """The numbers (H, T, k) of the keys with the highest inner product with queries (H, T, d), and those keys.
+
+        Products are compared as float32 at least, whatever the queries are; keys come as these do.
+        """
 
     def all(self, first: int) -> Tensor:
         """The keys from number `first` on, in order."""
@@ -87,8 +90,9 @@ class ExactKeys:
         """The numbers and the keys with the highest inner products."""
         parts = [self.ring[:, a:b] for a, b in _stretches(first, end, self.capacity)]
         numbers = torch.full((*queries.shape[:2], k), MISSING, device=queries.device)
-        for head, query in enumerate(queries):
-            found = nearest(query, [part[head].to(query.dtype) for part in parts], k)
+        wide = torch.promote_types(queries.dtype, torch.float32)
+        for head, query in enumerate(queries.to(wide)):
+            found = nearest(query, [part[head].to(wide) for part in parts], k)
             numbers[head, :, : found.shape[1]] = found + first
         slots = numbers.clamp(min=first) % self.capacity if end > first else torch.zeros_like(numbers)
         return numbers, take(self.ring, slots, queries.dtype)
@@ -165,7 +169,8 @@ class ListedKeys:
 
     def search(self, queries: Tensor, k: int, first: int, end: int) -> tuple[Tensor, Tensor]:
         """The numbers and the keys with the highest inner products, as far as the lists tell."""
-        asked = queries[:, :: max(queries.shape[1] // EACH, 1)].detach().float()
+        dtype, queries = queries.dtype, queries.detach().float()
+        asked = queries[:, :: max(queries.shape[1] // EACH, 1)].clone()
         self.queries = asked if self.queries is None else torch.cat([self.queries, asked], 1)[:, -ASKED:]
         self._list(end)
         others = 0  # keys that lists may give though they are forgotten, or the context holds them
@@ -178,14 +183,14 @@ class ListedKeys:
             for head, query in enumerate(queries):
                 self.heads[head].search(query, numbers[head], keys[head])
             numbers.masked_fill_((numbers < first) | (numbers >= end), MISSING)
-        keys, begin = keys.to(queries.dtype), max(first, self.listed)
+        begin = max(first, self.listed)
         if others or end > begin:
-            waiting = self.waiting[:, begin - self.listed : max(end - self.listed, 0)].to(queries.dtype)
+            waiting = self.waiting[:, begin - self.listed : max(end - self.listed, 0)].float()
             parts = [
                 self._with_waiting(*of_head, begin, k) for of_head in zip(queries, numbers, keys, waiting, strict=True)
             ]
             numbers, keys = (torch.stack(part) for part in zip(*parts, strict=True))
-        return numbers, keys
+        return numbers, keys.to(dtype)
 
     @staticmethod
     def _with_waiting(
