@@ -4,8 +4,8 @@ From text alone models learn to copy what stood before only after many millions 
 of use to their attention. Rows that repeat a few random tokens again and again teach it in minutes: first to go by the
 last token, and then, where rows have so few different tokens that each stands in many places, by several.
 
-To find what followed a token, a model looks at the token before each. Biases for distances learn that at once; a model
-with rotations or with a vector for each position needs a lesson of its own for it: rows of echoes.
+Biases for distances let a model look at the token before, by which it finds what followed a token, in rows of any
+length. Models without them, as Llama and GPT-2, learn it in short rows only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from mnemic.train.terminal import say
 
 WEIGHTS = "model.safetensors"
 RECENT = 20
-PERIODS = (8, 40)  # tokens after which a row repeats itself
+PERIODS = (1 / 16, 5 / 16)  # of a row's length: after so many tokens it repeats itself
 FEWEST = 4  # different tokens of a row
 
 
@@ -40,9 +39,6 @@ class Drill(Config):
     steps: int = option(4000, "steps of a lesson at most")
     letters: list[int] = option([0], f"for each lesson the most different tokens of a row, {FEWEST} at least; 0: all")
     until: list[float] = option([0.0], f"the loss, a mean of {RECENT} steps, at which each is learned")
-    echo: float | None = option(
-        None, "the loss at which a lesson of echoes, before the others, is learned; unset: none"
-    )
     batch_size: int = option(16, "rows of a step")
     length: int = option(128, "tokens of a row")
     learning_rate: float = option(1e-3, "that of AdamW after the warm-up")
@@ -67,18 +63,15 @@ def drilled(model: Any, drill: Drill, seed: int, folder: Path) -> None:
 
 def practise(model: Any, drill: Drill, seed: int) -> None:
     """Trains a model on rows that repeat themselves; each is a text of its own, so memories have nothing to find."""
-    draw, vocabulary = random.Random(seed), model.config.vocab_size
-    lessons = [] if drill.echo is None else [(partial(echoing, draw, vocabulary, drill), drill.echo)]
-    for letters, until in zip(drill.letters, drill.until, strict=True):
-        lessons.append((partial(repeating, draw, vocabulary, letters, drill), until))
+    draw = random.Random(seed)
     model.train()
-    for number, (new_rows, until) in enumerate(lessons, 1):
+    for number, (letters, until) in enumerate(zip(drill.letters, drill.until, strict=True), 1):
         recent = deque[float](maxlen=RECENT)
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
         for step in tqdm(range(drill.steps), desc=f"drill, lesson {number}", disable=None):
             for group in optimizer.param_groups:
                 group["lr"] = drill.learning_rate * min(1, (step + 1) / drill.warmup)
-            rows = new_rows()
+            rows = repeating(draw, model.config.vocab_size, letters, drill)
             loss = model(input_ids=rows, labels=rows, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -90,21 +83,11 @@ def practise(model: Any, drill: Drill, seed: int) -> None:
         say(f"drill, lesson {number}: loss {sum(recent) / len(recent):.2f} after {step + 1} steps, expected {until}")
 
 
-def echoing(draw: random.Random, vocabulary: int, drill: Drill) -> Tensor:
-    """Rows of random tokens, (batch_size, length), every other of which, by chance, is the one before the last."""
-    rows = [draw.choices(range(vocabulary), k=drill.length) for _ in range(drill.batch_size)]
-    for row in rows:
-        for place in range(2, drill.length):
-            if draw.random() < 0.5:
-                row[place] = row[place - 2]
-    return torch.tensor(rows)
-
-
 def repeating(draw: random.Random, vocabulary: int, letters: int, drill: Drill) -> Tensor:
     """Rows of random tokens, (batch_size, length), each with a period and with letters of its own."""
     rows, most = [], letters or vocabulary
     for _ in range(drill.batch_size):
         own = draw.sample(range(vocabulary), round(FEWEST * (most / FEWEST) ** draw.random()))  # few as often as many
-        period = draw.choices(own, k=draw.randint(*PERIODS))
+        period = draw.choices(own, k=draw.randint(*(round(drill.length * share) for share in PERIODS)))
         rows.append((period * (drill.length // len(period) + 1))[: drill.length])
     return torch.tensor(rows)
