@@ -5,7 +5,7 @@ of use to their attention. Rows that repeat a few random tokens again and again 
 last token, and then, where rows have so few different tokens that each stands in many places, by several.
 
 Biases for distances let a model look at the token before, by which it finds what followed a token, in rows of any
-length. Models without them, as Llama and GPT-2, learn it in short rows only.
+length. Models without them, as GPT-2, learn it in short rows.
 """
 
 from __future__ import annotations
