@@ -24,7 +24,7 @@ from mnemic.data.documents import Corpus
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Anatomy
 from mnemic.hf.losses import token_losses
-from mnemic.memories.attention.attach import _real_tokens
+from mnemic.memories.attention.reading import real_tokens
 from mnemic.memories.attention.working import Row
 from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
 from tests.contract.architectures import VOCABULARY, build
@@ -198,7 +198,7 @@ def test_a_trace_shows_what_a_negative_gate_takes_away() -> None:
 @pytest.mark.parametrize("search", ["exact", "lists"])
 def test_a_window_longer_than_the_memory_hides_none_of_it(search: str) -> None:
     """The context holds its last tokens; before them the memory has as many pairs as it shall."""
-    row: Row = memorizing(size=20, search=search).memory.attention._row(0, 20)
+    row: Row = memorizing(size=20, search=search).memory.attention._rooms._row(0, 20)
     keys = torch.randn(2, 1400, 8) if row.values.shape[0] == 2 else torch.randn(row.values.shape[0], 1400, 8)
     keys = keys[..., :1].expand(-1, -1, row.values.shape[2]).contiguous()
     row.append(keys[:, :700], keys[:, :700])
@@ -328,7 +328,7 @@ def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     model = memorizing()
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Free", (), {"available": 10}))
     with pytest.raises(UsageError, match="are free"):
-        model.memory.attention._check_room(1, 100_000)
+        model.memory.attention._rooms.state(1, 100_000)
 
 
 SHAPE = {
@@ -449,13 +449,13 @@ def test_which_tokens_are_real_is_told_by_masks_of_all_kinds() -> None:
     wide = torch.nn.functional.pad(visible, (0, 5))
     numbers = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
     for mask in (real, real.long(), visible, wide, numbers, {"a": visible[..., :2, :2], "b": wide, "c": None}):
-        assert torch.equal(_real_tokens({"attention_mask": mask}, None), real)
-    assert _real_tokens({"attention_mask": None}, None) is None
-    assert _real_tokens({"attention_mask": {"a": None}}, None) is None
+        assert torch.equal(real_tokens({"attention_mask": mask}, None), real)
+    assert real_tokens({"attention_mask": None}, None) is None
+    assert real_tokens({"attention_mask": {"a": None}}, None) is None
     cache = DynamicCache()
     cache.update(torch.zeros(2, 1, 4, 2), torch.zeros(2, 1, 4, 2), 0)
     later = torch.nn.functional.pad(visible, (4, 1), value=True)
-    assert torch.equal(_real_tokens({"attention_mask": later}, cache), real)
+    assert torch.equal(real_tokens({"attention_mask": later}, cache), real)
 
 
 def test_a_trace_sees_its_own_thread_alone() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -23,13 +22,11 @@ from mnemic.memories.attention import layer as mathematics
 from mnemic.memories.attention.config import KNNAttention
 from mnemic.memories.attention.contexts import Within
 from mnemic.memories.attention.layer import MemoryMix, unit
-from mnemic.memories.attention.reading import Forward
-from mnemic.memories.attention.search import ExactKeys, Keys, ListedKeys, new_ring
+from mnemic.memories.attention.reading import Forward, check_tokens, real_tokens
+from mnemic.memories.attention.rooms import Rooms
 from mnemic.memories.attention.state import State
-from mnemic.memories.attention.working import Row, WorkingMemory
 from mnemic.memories.base import Handle, Reading
 
-EXACT = 4096  # pairs up to which all are compared, unless the settings say otherwise
 PENDING = 8  # forwards at most whose gradient may still come
 NO_BACKWARD = -1  # the number of the backward pass under way, if there is none
 CHANGEABLE = {"k", "size", "dtype", "search", "recall", "external"}  # settings that nothing learned depends on
@@ -85,12 +82,6 @@ class Attached(Handle):
         return cls(config, places)
 
     @property
-    def _spare(self) -> int:
-        """How many pairs a row keeps beyond its size: what the context may hold."""
-        (stack,) = self._stack_part
-        return max(SPARE, self.config.xl_length, getattr(stack.config, "xl_length", 0))
-
-    @property
     def _device(self) -> torch.device:
         return next(self.parameters()).device
 
@@ -106,12 +97,15 @@ class Attached(Handle):
 
     # What is kept of a text
 
-    def state_bytes(self, rows: int) -> int:
-        return self._bytes(rows * (self.size + self._spare))
+    @property
+    def _rooms(self) -> Rooms:
+        (stack,) = self._stack_part
+        spare = max(SPARE, self.config.xl_length, getattr(stack.config, "xl_length", 0))
+        shapes = {index: (hook.kv_heads, hook.width) for index, hook in self._hooks.items()}
+        return Rooms(self.config, shapes, spare, self._device)
 
-    def _bytes(self, pairs: int) -> int:
-        width = 2 if self.config.dtype == "float16" else 4
-        return sum(2 * pairs * hook.kv_heads * hook.width * width for hook in self._hooks.values())
+    def state_bytes(self, rows: int) -> int:
+        return self._rooms.bytes(rows, self.size)
 
     def change(self, **settings: Any) -> None:
         if fixed := settings.keys() - CHANGEABLE:
@@ -130,35 +124,7 @@ class Attached(Handle):
         return self._empty(rows) if self.size else None
 
     def _empty(self, rows: int) -> State:
-        self._check_room(rows, self.size)
-        rings = {index: [self._row(index, self.size) for _ in range(rows)] for index in self.indices}
-        return State({index: WorkingMemory(of_layer) for index, of_layer in rings.items()})
-
-    def _check_room(self, rows: int, size: int) -> None:
-        needed, free = self._bytes(rows * (size + self._spare)), psutil.virtual_memory().available
-        if self._device.type == "cpu" and needed > free:
-            raise UsageError(
-                f"an attention memory of {size:,} pairs in {len(self.indices)} layers for {rows} rows takes "
-                f"{needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: lower size, dtype or the batch size"
-            )
-
-    def _row(self, index: int, size: int) -> Row:
-        hook, dtype = self._hooks[index], getattr(torch, self.config.dtype)
-        values = new_ring(hook.kv_heads, size + self._spare, hook.width, dtype, self._device)
-        return Row(size, values, self._keys(index, size, dtype))
-
-    def _keys(self, index: int, size: int, dtype: torch.dtype) -> Keys:
-        config, hook = self.config, self._hooks[index]
-        listed = config.search == "lists"
-        if config.search == "auto":
-            listed = self._device.type == "cpu" and size > EXACT
-        if listed and self._device.type != "cpu":
-            raise UsageError(
-                "KNNAttention.search = 'lists' is for CPUs: set it to exact or auto, which compare all pairs"
-            )
-        if listed and not config.dense:
-            return ListedKeys(size, config.k, config.recall, hook.kv_heads, hook.width, dtype)
-        return ExactKeys(hook.kv_heads, hook.width, size + self._spare, dtype, self._device)
+        return self._rooms.state(rows, self.size)
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, mask: Tensor | None = None, segment_length: int = SEGMENT) -> None:
@@ -166,7 +132,7 @@ class Attached(Handle):
         (stack,) = self._stack_part
         if not self._on:
             raise UsageError("a memory that is disabled reads nothing: read() outside of disabled()")
-        _check_tokens(input_ids, mask)
+        check_tokens(input_ids, mask)
         if self.shared is not None and len(input_ids) != len(next(iter(self.shared.memories.values())).rows):
             raise UsageError(
                 "read() goes on with as many texts as it has read so far: reset() the memory to begin anew"
@@ -231,16 +197,15 @@ class Attached(Handle):
                 f"the rows of {store.address} have {store.config.dim} numbers and the pairs of this memory "
                 f"{sum(halves)}: build a store with layer = 'attention' and this model"
             )
-        count = len(store)
-        self._check_room(1, count)
-        rows = {index: self._row(index, count) for index in self.indices}
+        state = self._rooms.state(1, len(store))
+        rows = {index: memory.rows[0] for index, memory in state.memories.items()}
         for block in store.rows():
             kept = torch.from_numpy(block.keys).split(halves, 1)
             for (index, row), both in zip(rows.items(), kept, strict=True):
                 hook = self._hooks[index]
                 keys, values = both.view(-1, 2, hook.kv_heads, hook.width).permute(1, 2, 0, 3).to(self._device)
                 row.append(keys, values)
-        self.stored = State({index: WorkingMemory([row]) for index, row in rows.items()})
+        self.stored = state
 
     def recall(self) -> float | None:
         """The share of the true nearest that the last searches of what was read found; None if all are compared."""
@@ -269,18 +234,7 @@ class Attached(Handle):
         if not state:
             self.shared = None
             return
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name.endswith((".keys", ".values"))}
-        for index, hook in self._hooks.items():
-            for name in (f"{index}.keys", f"{index}.values"):
-                if shapes.pop(name, ())[1::2] != (hook.kv_heads, hook.width):
-                    raise UsageError(
-                        f"what was read has no {name} of {hook.kv_heads} heads of {hook.width}, which this memory in "
-                        f"layers {self.indices} needs: read the text again"
-                    )
-        if shapes:
-            raise UsageError(
-                f"what was read has {', '.join(shapes)} and the memory is in layers {self.indices}: read it again"
-            )
+        self._rooms.check(state)
         loaded = self._empty(len(next(iter(state.values()))))
         loaded.load_tensors(state)
         self.shared = loaded
@@ -320,7 +274,7 @@ class Attached(Handle):
             state, cache.saved_riders = self._riding(cache), {}
             state.load_tensors(saved)
         call = Forward(state, [one for one in (self.shared, self.stored) if one], starts=starts_being_read())
-        call.real = _real_tokens(inputs, cache)
+        call.real = real_tokens(inputs, cache)
         if state is not None and hasattr(cache, "limit"):
             call.held = [cache.limit] * cache.batch_size
         elif state is not None and reading is not None and not self.training:
@@ -391,31 +345,6 @@ class Attached(Handle):
             call.shares[index] = torch.where(there, share, 0.0).detach()
             call.asked[index] = (own * scale).detach()
         return mathematics.mixed(local.transpose(1, 2), memory, share, there).transpose(1, 2), weights
-
-
-def _check_tokens(input_ids: Any, mask: Any) -> None:
-    """UsageError if these are not tokens of texts, (B, T), and a mask of their shape."""
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
-        what = f"a tensor {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise UsageError(f"read() takes a tensor of token ids (texts, tokens), not {what}")
-    if mask is not None and getattr(mask, "shape", None) != input_ids.shape:
-        raise UsageError(f"the mask of read() has one number for each token: expected {tuple(input_ids.shape)}")
-
-
-def _real_tokens(inputs: dict[str, Any], cache: Any) -> Tensor | None:
-    """Which tokens of a forward are no padding, (B, T or more), if its mask tells: of 4D masks the widest is asked.
-
-    In a 4D mask a token that may not even see itself is padding.
-    """
-    mask: Any = inputs.get("attention_mask")
-    if isinstance(mask, dict):
-        mask = max((one for one in mask.values() if one is not None), key=lambda one: one.shape[-1], default=None)
-    if mask is None or mask.ndim == 2:
-        return None if mask is None else mask.bool()
-    tokens, width = mask.shape[-2:]
-    own = min(int(cache.get_seq_length()) if cache is not None else 0, width - tokens)
-    itself = mask[:, 0, :, own : own + tokens].diagonal(dim1=-2, dim2=-1)
-    return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
 
 
 def _xl_cache(result: Any) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mnemic.errors import UsageError
 from mnemic.memories.attention import layer
 from mnemic.memories.attention.search import MISSING
 from mnemic.memories.attention.state import State
@@ -160,3 +162,28 @@ def _folded(queries: Tensor, kv_heads: int) -> Tensor:
 def _unfolded(shape: torch.Size, memory: Tensor, mass: Tensor, there: Tensor) -> Attended:
     """What folded queries took, by head again."""
     return memory.reshape(shape), mass.reshape(shape[:3]), there.reshape(shape[:3])
+
+
+def check_tokens(input_ids: Any, mask: Any) -> None:
+    """UsageError if these are not tokens of texts, (B, T), and a mask of their shape."""
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        what = f"a tensor {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise UsageError(f"read() takes a tensor of token ids (texts, tokens), not {what}")
+    if mask is not None and getattr(mask, "shape", None) != input_ids.shape:
+        raise UsageError(f"the mask of read() has one number for each token: expected {tuple(input_ids.shape)}")
+
+
+def real_tokens(inputs: dict[str, Any], cache: Any) -> Tensor | None:
+    """Which tokens of a forward are no padding, (B, T or more), if its mask tells: of 4D masks the widest is asked.
+
+    In a 4D mask a token that may not even see itself is padding.
+    """
+    mask: Any = inputs.get("attention_mask")
+    if isinstance(mask, dict):
+        mask = max((one for one in mask.values() if one is not None), key=lambda one: one.shape[-1], default=None)
+    if mask is None or mask.ndim == 2:
+        return None if mask is None else mask.bool()
+    tokens, width = mask.shape[-2:]
+    own = min(int(cache.get_seq_length()) if cache is not None else 0, width - tokens)
+    itself = mask[:, 0, :, own : own + tokens].diagonal(dim1=-2, dim2=-1)
+    return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
