@@ -49,12 +49,15 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), hidden)
 
 
-def real_tokens(mask: Tensor, length: int) -> Tensor:
+def real_tokens(mask: Tensor, length: int, before: int | None = None) -> Tensor:
     """Which of the last `length` tokens are no padding (B, length), from a 2D mask or a 4D one.
 
-    In a 4D mask a token that may not even see itself is padding.
+    In a 4D mask a token that may not even see itself is padding. `before` is how many keys come before those of the
+    tokens; if unset, these are the last.
     """
     if mask.ndim == 2:
         return mask[:, -length:] != 0
-    itself = mask[:, 0, -length:, -length:].diagonal(dim1=-2, dim2=-1)
+    last = mask.shape[3] - length
+    own = last if before is None else min(before, last)
+    itself = mask[:, 0, -length:, own : own + length].diagonal(dim1=-2, dim2=-1)
     return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2

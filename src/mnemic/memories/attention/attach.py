@@ -22,7 +22,7 @@ from mnemic.memories.attention import layer as mathematics
 from mnemic.memories.attention.config import KNNAttention
 from mnemic.memories.attention.contexts import Within
 from mnemic.memories.attention.layer import MemoryMix, unit
-from mnemic.memories.attention.reading import Forward, check_tokens, real_tokens
+from mnemic.memories.attention.reading import Forward, check_tokens, tokens_that_are_real
 from mnemic.memories.attention.rooms import Rooms
 from mnemic.memories.attention.state import State
 from mnemic.memories.base import Handle, Reading
@@ -274,7 +274,7 @@ class Attached(Handle):
             state, cache.saved_riders = self._riding(cache), {}
             state.load_tensors(saved)
         call = Forward(state, [one for one in (self.shared, self.stored) if one], starts=starts_being_read())
-        call.real = real_tokens(inputs, cache)
+        call.real = tokens_that_are_real(inputs, cache)
         if state is not None and hasattr(cache, "limit"):
             call.held = [cache.limit] * cache.batch_size
         elif state is not None and reading is not None and not self.training:

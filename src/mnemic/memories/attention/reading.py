@@ -13,6 +13,7 @@ from mnemic.memories.attention import layer
 from mnemic.memories.attention.search import MISSING
 from mnemic.memories.attention.state import State
 from mnemic.memories.attention.working import Found
+from mnemic.models.masks import real_tokens
 
 Pairs = tuple[Tensor, Tensor, bool]
 """Keys and values (H, n, d), and whether they are the row's own."""
@@ -173,17 +174,11 @@ def check_tokens(input_ids: Any, mask: Any) -> None:
         raise UsageError(f"the mask of read() has one number for each token: expected {tuple(input_ids.shape)}")
 
 
-def real_tokens(inputs: dict[str, Any], cache: Any) -> Tensor | None:
-    """Which tokens of a forward are no padding, (B, T or more), if its mask tells: of 4D masks the widest is asked.
-
-    In a 4D mask a token that may not even see itself is padding.
-    """
+def tokens_that_are_real(inputs: dict[str, Any], cache: Any) -> Tensor | None:
+    """Which tokens of a forward are no padding, (B, T or more), if its mask tells: of 4D masks the widest is asked."""
     mask: Any = inputs.get("attention_mask")
     if isinstance(mask, dict):
         mask = max((one for one in mask.values() if one is not None), key=lambda one: one.shape[-1], default=None)
     if mask is None or mask.ndim == 2:
         return None if mask is None else mask.bool()
-    tokens, width = mask.shape[-2:]
-    own = min(int(cache.get_seq_length()) if cache is not None else 0, width - tokens)
-    itself = mask[:, 0, :, own : own + tokens].diagonal(dim1=-2, dim2=-1)
-    return itself if itself.dtype == torch.bool else itself > torch.finfo(itself.dtype).min / 2
+    return real_tokens(mask, mask.shape[2], int(cache.get_seq_length()) if cache is not None else 0)
