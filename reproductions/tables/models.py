@@ -31,6 +31,7 @@ from mnemic.cli.loading import load_model, new_model, read_new_model
 from mnemic.data import load_tokenizer, train_tokenizer
 from mnemic.errors import UsageError
 from mnemic.files import lock, new_folder, write_text
+from mnemic.models.positions import sinusoids
 from mnemic.train import train
 from mnemic.train.report import commit
 from mnemic.train.terminal import no_other_bars
@@ -61,6 +62,14 @@ PREVIOUS = Trained("previous", "documents", {"training": "previous"})
 EXT = Trained("ext", "similar", {"training": "batch"})
 
 
+def unusual(memory: Any) -> dict[str, Any]:
+    """The settings of a memory that are not as usual, so that a new one leaves the names of models as they are."""
+    if memory is None:
+        return {}
+    usual = type(memory)().to_dict()
+    return {name: value for name, value in memory.to_dict().items() if value != usual[name]}
+
+
 def alone(folder: Path) -> AbstractContextManager[None]:
     """What several processes may want to make, one makes, and the others wait for."""
     return lock(folder.with_name(f".{folder.name}.lock"), str(folder), wait=True)
@@ -85,11 +94,11 @@ class Model:
         vocabulary = [settings.text("home").to_dict(), settings.tokenizer, settings.vocab_size]
         self.tokenizer_folder = runs / f"tokenizer-{identity(vocabulary)}"
         steps = {name: value for name, value in config.to_dict().items() if name not in HOW_OFTEN}
-        learned = self.memory.to_dict() if self.memory else {}
+        learned = unusual(self.memory)
         from_where = [] if self.start is None else [self.start.identity]
-        drill = [settings.drill] if settings.drill else []
+        more = [part for part in (settings.drill, settings.sinusoids) if part]
         self.identity = identity(
-            vocabulary, settings.model, settings.model_settings, steps, learned, *from_where, *drill
+            vocabulary, settings.model, settings.model_settings, steps, learned, *from_where, *more
         )
         self.folder = runs / f"{trained.name}-{self.identity}-seed{seed}"
         self.config = replace(config, out=str(self.folder))
@@ -147,7 +156,11 @@ class Model:
             special = {token: getattr(self.tokenizer, token) for token in ("bos_token_id", "eos_token_id")}
             size = {"vocab_size": len(self.tokenizer)}
             config = AutoConfig.for_model(name.removeprefix(THEIRS), **settings, **size, **special)
-            return AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config)
+            if amplitude := self.settings.sinusoids:  # by which a head can look at the token before from the start
+                table = model.base_model.wpe.weight.data
+                table.copy_(amplitude * sinusoids(torch.arange(len(table)), table.shape[1], table.dtype))
+            return model
         if (new := read_new_model(name)) is None:
             raise UsageError(f"model = {name!r}: expected a new one, as preset:small, decoder or {THEIRS}gpt2")
         kind, usual = new
@@ -155,9 +168,10 @@ class Model:
 
     def drill(self, model: Any) -> None:
         """Teaches a new model to look back, or takes the weights of one that differs only in what it may keep."""
-        learned = {} if self.memory is None else self.memory.to_dict() | {"size": 0}
+        learned = {} if self.memory is None else unusual(self.memory) | {"size": 0}
         shape = self.settings.model_settings | {"xl_length": 0}
-        name = identity(len(self.tokenizer), self.settings.model, shape, learned, self.settings.drill)
+        more = [self.settings.sinusoids] if self.settings.sinusoids else []
+        name = identity(len(self.tokenizer), self.settings.model, shape, learned, self.settings.drill, *more)
         folder = self.runs / f"drilled-{name}-seed{self.seed}"
         with alone(folder):
             drilled(model, Drill(**self.settings.drill), self.seed, folder)

@@ -30,6 +30,7 @@ class Settings(Config):
     tested: str = option("home", "which of the two is tested on")
     model: str = option("decoder", "as in `mnemic train --model`, or transformers:gpt2, or pretrained:smollm2-135m")
     model_settings: dict[str, Any] = option({}, "settings of the model that differ")
+    sinusoids: float = option(0.0, "the amplitude of sinusoids that GPT-2's positions begin as; 0: at random, as usual")
     tokenizer: str = option("word", "bpe, word or byte, trained on the home text")
     vocab_size: int | None = option(None, "size of its vocabulary; unset: all words")
     train: dict[str, Any] = option({}, "how models are trained: see TrainConfig; `batching` holds for all of them")

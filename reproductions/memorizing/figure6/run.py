@@ -4,8 +4,10 @@ from memorizing.rows import PLAIN, memorizing
 from tables.harness import Row, Table
 from tables.models import Trained
 
+from mnemic import KNNAttention
+
 AFTERWARDS = memorizing("65K", PLAIN, mix="tanh", normalise="memory")
-SEVERAL = memorizing("65K", PLAIN, mix="tanh", normalise="memory", layers=[9, 12, 15, 18, 21], scale=15.0)
+AS_CONTEXT = KNNAttention.starts["as_context"]
 LONGER = Trained("plain-longer", "documents", start=PLAIN)
 
 SMOLLM2 = "SmolLM2-135M"
@@ -23,10 +25,19 @@ TABLE = Table(
         Row("Transformer, 20% of the steps more", LONGER, None, NOTHING, "20%"),
         Row("memory given, 20% of the steps more", AFTERWARDS, None, NOTHING, "20%"),
         Row(SMOLLM2, PLAIN, None, NOTHING, SMOLLM2, SMOLLM2),
-        Row(f"{SMOLLM2}, memories given, their gates trained", SEVERAL, None, NOTHING, SMOLLM2, SMOLLM2),
+        Row(f"{SMOLLM2}, memory as context", memorizing("65K", **AS_CONTEXT), None, NOTHING, SMOLLM2, SMOLLM2),
+        Row(
+            f"{SMOLLM2}, memory as context, gates and scales trained",
+            memorizing("65K", PLAIN, **AS_CONTEXT),
+            None,
+            NOTHING,
+            SMOLLM2,
+            SMOLLM2,
+        ),
         Row("GPT-2", PLAIN, None, NOTHING, "GPT-2", "GPT-2"),
         Row("GPT-2, 20% of the steps more", LONGER, None, NOTHING, "GPT-2+20%", "GPT-2"),
         Row("GPT-2, memory given, 20% of the steps more", AFTERWARDS, None, NOTHING, "GPT-2+20%", "GPT-2"),
+        Row("GPT-2 with a memory from the start", memorizing("65K"), None, NOTHING, "GPT-2", "GPT-2"),
     ],
     change="perplexity",
 )

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from mnemic.config import Config, describe
+from mnemic.config import describe
 from mnemic.errors import unknown_name
 from mnemic.registry import Registry
 
@@ -51,11 +51,13 @@ def _registered(registry: Registry) -> Rows:
 
 def _memories() -> Rows:
     from mnemic.memories import registry
+    from mnemic.memories.config import MemoryConfig
 
     rows: Rows = {}
     for name in registry():
-        config: type[Config] = registry().load(name)
+        config: type[MemoryConfig] = registry().load(name)
         rows[name] = _first_line(config)
+        rows |= {f"{name}.{start}": _first_line(getattr(config, start)) for start in config.starts}
         rows |= _settings(name, config.help(), config.types(), config())
     return rows
 

@@ -115,9 +115,9 @@ def add_memory_option(parser: argparse.ArgumentParser) -> None:
         "--memory",
         action="append",
         default=[],
-        metavar="NAME[:KEY=VALUE,...]",
-        help="put this memory into the model first, as output:external=docs.store,weight=0.3 (see `mnemic list "
-        "memories`); may be given several times; an output memory takes the place of the one that is in the model, an "
+        metavar="NAME[.START][:KEY=VALUE,...]",
+        help="put this memory into the model first, as output:external=docs.store,weight=0.3 or attention.as_context "
+        "(see `mnemic list memories`); may be given several times; an output memory takes the place of the one that is in the model, an "
         "attention memory that has learned is changed: attention:external=book.store, attention:size=262144",
     )
 
@@ -133,8 +133,11 @@ def read_memory_settings(text: str) -> tuple[Any, dict[str, Any]]:
     from mnemic.memories import registry
 
     name, _, settings = text.partition(":")
+    name, dot, start = name.partition(".")
     config = registry().load(name)
-    return config, read_settings("--memory", name, settings, config.types())
+    if dot and start not in config.starts:
+        raise unknown_name(f"start of {name}", start, config.starts)
+    return config, config.starts.get(start, {}) | read_settings("--memory", name, settings, config.types())
 
 
 def write_memory(name: str, config: Any) -> str:

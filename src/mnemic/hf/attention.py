@@ -35,8 +35,8 @@ class Heads:
     """What a self-attention is about to attend with: queries (B, H, T, d), keys and values (B, kv heads, K, d).
 
     The last T keys are the queries' own; those before them come from a cache. `rotation` is the cos and sin, of the
-    queries' positions, by which they and these last keys are turned; `bias` is what the model adds to scores besides
-    the mask, as T5 does.
+    queries' positions, by which they and these last keys are turned, and `far` those of the distance at which keys
+    without rotation are met; `bias` is what the model adds to scores besides the mask, as T5 does.
     """
 
     query: Tensor
@@ -46,6 +46,7 @@ class Heads:
     scaling: float
     causal: bool
     rotation: tuple[Tensor, Tensor] | None
+    far: tuple[Tensor, Tensor] | None
     bias: Tensor | None
     attention: Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -58,8 +59,9 @@ class Heads:
         return turned_back(self.key[:, :, -self.query.shape[2] :], self.rotation)
 
     def own_queries(self) -> Tensor:
-        """The queries without rotation."""
-        return turned_back(self.query, self.rotation)
+        """The queries as they meet keys without rotation, which seem to be as far away as `probe` was told."""
+        queries = turned_back(self.query, self.rotation)
+        return queries if self.far is None else turned(queries, *(part.to(queries) for part in self.far))
 
     def own_values(self) -> Tensor:
         """The values of the queries' own tokens: (B, kv heads, T, d)."""
@@ -77,10 +79,12 @@ class AttentionHook:
         self.attend = attend
         self.calls = 0
         self.heads = self.kv_heads = self.width = 0  # known after `probe`
+        self.scaling = 0.0  # of scores; after `probe`
         self._stack_config: tuple[Any] = (places.stack.config,)
         self.plain_scores = True  # whether scores are products of queries and keys, but for a bias; after `probe`
         self._same = False  # whether the two tokens that it was probed with were the same to it
         self._turns = True  # whether the layer turns its keys by the rotation that it is given
+        self._far: tuple[Tensor, Tensor] | None = None  # see `Heads`; after `probe`
         self._parameters = list(inspect.signature(self.module.forward).parameters)
         self._own_config = getattr(self.module, "config", places.stack.config)
         self._pre_hook = self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -117,7 +121,7 @@ class AttentionHook:
         self.plain_scores = all(kwargs.get(name) is None for name in _SCORES)
         (config,) = self._stack_config
         plain = _plain_attention(module, config._attn_implementation)
-        scaling = kwargs.pop("scaling", None) or query.shape[-1] ** -0.5
+        scaling = self.scaling = kwargs.pop("scaling", None) or query.shape[-1] ** -0.5
 
         def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Any:
             return plain(module, query, key, value, mask, scaling=scaling, **kwargs)
@@ -125,10 +129,15 @@ class AttentionHook:
         causal = bool(getattr(module, "is_causal", True)) and query.shape[2] > 1
         rotation = _rotation.get() if self._turns else None
         bias = kwargs.get("position_bias")
-        return self.attend(Heads(query, key, value, mask, scaling, causal, rotation, bias, attention))
+        far = None if rotation is None else self._far
+        return self.attend(Heads(query, key, value, mask, scaling, causal, rotation, far, bias, attention))
 
     def understood(self, heads: Heads) -> bool:
         """Whether the same input at two positions, which `heads` is of, has the same key once it is turned back."""
+        if heads.rotation is not None:
+            cos, sin = (part[:, :, :1] for part in heads.rotation)
+            length = _squared_length(cos, sin).sqrt()  # that of the keys too, which are not turned
+            self._far = cos * length, sin * length
         if heads.rotation is None or not self._same:
             return True
         for keys, self._turns in ((heads.key, False), (heads.own_keys(), True)):
@@ -137,9 +146,14 @@ class AttentionHook:
         return False
 
 
-def probe(places: Places, hooks: list[AttentionHook]) -> None:
-    """Runs the stack on the same token twice; UnsupportedModel if a hook is not called or cannot turn keys back."""
+def probe(places: Places, hooks: list[AttentionHook], distance: int) -> None:
+    """Runs the stack on the same token twice; UnsupportedModel if a hook is not called or cannot turn keys back.
+
+    From then on keys without rotation seem to be `distance` tokens away from every query.
+    """
     tokens = torch.ones(1, 2, dtype=torch.long, device=next(places.stack.parameters()).device)
+    rotary = places.anatomy.positions == "rotary"
+    where = {"position_ids": torch.arange(2, device=tokens.device)[None] + distance} if rotary and distance else {}
     training, attends, understood = places.stack.training, [hook.attend for hook in hooks], []
 
     def look(hook: AttentionHook, heads: Heads) -> tuple[Tensor, Tensor | None]:
@@ -151,7 +165,7 @@ def probe(places: Places, hooks: list[AttentionHook]) -> None:
         for hook in hooks:
             hook.attend = partial(look, hook)
         with torch.no_grad():
-            places.stack(input_ids=tokens, attention_mask=tokens)
+            places.stack(input_ids=tokens, attention_mask=tokens, **where)
     finally:
         places.stack.train(training)
         for hook, attend in zip(hooks, attends, strict=True):
@@ -178,11 +192,21 @@ def turned_back(states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tenso
     if rotation is None:
         return states
     cos, sin = rotation
-    turned, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([second, -first], dim=-1) * sin
-    turned = turned / (cos.square() + sin.square())  # some scale the rotation
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    length = _squared_length(cos, sin)
+    return turned(states, cos / length, -sin / length)
+
+
+def turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys (B, H, T, d) rotated; what is wider than cos and sin is left as it is."""
+    part, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    first, second = part.chunk(2, dim=-1)
+    part = part * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([part, rest], dim=-1) if rest.shape[-1] else part
+
+
+def _squared_length(cos: Tensor, sin: Tensor) -> Tensor:
+    """Of the vectors of cos and sin: 1, but for models that scale what they rotate."""
+    return cos.square() + sin.square()
 
 
 def _attend(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from mnemic.config import Config
 
@@ -19,6 +19,8 @@ def absolute(address: str | None) -> str | None:
 @dataclass(kw_only=True)
 class MemoryConfig(Config):
     """Settings of one memory; the folder it lives in is the memory's name."""
+
+    starts: ClassVar[dict[str, dict[str, Any]]] = {}  # settings that go together, by a name: `--memory tokens.name`
 
     @classmethod
     def memory(cls) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ PENDING = 8  # forwards at most whose gradient may still come
 NO_BACKWARD = -1  # the number of the backward pass under way, if there is none
 CHANGEABLE = {"k", "size", "dtype", "search", "recall", "external"}  # settings that nothing learned depends on
 SEGMENT = 512  # tokens that are read at a time
+SCALE = 10.0  # of scores of normalised queries and keys, at first
 SPARE = 512  # pairs that a row keeps at least beyond its size, for what the context holds
 
 
@@ -56,7 +58,7 @@ class Attached(Handle):
         if config.xl_length:
             new_xl_cache(places, config.xl_length, 1)  # tells if the model cannot have one
         depth = len(places.blocks)
-        self.indices = sorted(config.layers) or [max(depth * 3 // 4 - 1, 0)]
+        self.indices = sorted(config.layers) or config.usual_layers(depth)
         if unknown := [index for index in self.indices if not 0 <= index < depth]:
             raise UsageError(
                 f"KNNAttention.layers = {config.layers}: the model has layers 0 to {depth - 1}, not {unknown}"
@@ -64,7 +66,7 @@ class Attached(Handle):
         self._hooks = {index: AttentionHook(places, index, partial(self._attend, index)) for index in self.indices}
         self.layers = nn.ModuleDict()
         try:
-            probe(places, list(self._hooks.values()))
+            probe(places, list(self._hooks.values()), config.distance)
             if config.mix == "joint" and not all(hook.plain_scores for hook in self._hooks.values()):
                 raise UnsupportedModel(
                     f"{type(places.stack).__name__} changes the scores of its attention, which one softmax with the "
@@ -75,7 +77,8 @@ class Attached(Handle):
             raise
         weight = next(places.stack.parameters())
         for index, hook in self._hooks.items():
-            self.layers[str(index)] = MemoryMix(hook.heads, config.mix, config.scale).to(weight.device, weight.dtype)
+            scale = config.scale or (hook.scaling if config.normalise == "none" else SCALE)
+            self.layers[str(index)] = MemoryMix(hook.heads, config.mix, scale).to(weight.device, weight.dtype)
 
     @classmethod
     def attach(cls, config: KNNAttention, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
@@ -145,7 +148,7 @@ class Attached(Handle):
             for begin in range(0, input_ids.shape[1], segment_length):
                 piece = slice(begin, begin + segment_length)
                 real = None if mask is None else mask[:, piece]
-                call = Forward(state, real=None if real is None else real.bool())
+                call = Forward(state, real=None if real is None else real.bool(), sinks=self.config.sinks)
                 with self._reading(call):
                     stack(input_ids=input_ids[:, piece], attention_mask=real, **self._places_of(real))
                 call.commit()
@@ -199,9 +202,14 @@ class Attached(Handle):
             )
         state = self._rooms.state(1, len(store))
         rows = {index: memory.rows[0] for index, memory in state.memories.items()}
+        begin = 0
         for block in store.rows():
-            kept = torch.from_numpy(block.keys).split(halves, 1)
-            for (index, row), both in zip(rows.items(), kept, strict=True):
+            pairs = torch.from_numpy(block.keys)
+            if self.config.sinks:
+                positions = store.get(begin + np.flatnonzero(block.there)).references.positions
+                pairs = pairs[torch.from_numpy(positions >= self.config.sinks)]
+            begin += len(block.there)
+            for (index, row), both in zip(rows.items(), pairs.split(halves, 1), strict=True):
                 hook = self._hooks[index]
                 keys, values = both.view(-1, 2, hook.kv_heads, hook.width).permute(1, 2, 0, 3).to(self._device)
                 row.append(keys, values)
@@ -273,10 +281,11 @@ class Attached(Handle):
         if state is None and (saved := getattr(cache, "saved_riders", None)):
             state, cache.saved_riders = self._riding(cache), {}
             state.load_tensors(saved)
-        call = Forward(state, [one for one in (self.shared, self.stored) if one], starts=starts_being_read())
+        shared = [one for one in (self.shared, self.stored) if one]
+        call = Forward(state, shared, starts=starts_being_read(), sinks=self.config.sinks)
         call.real = tokens_that_are_real(inputs, cache)
         if state is not None and hasattr(cache, "limit"):
-            call.held = [cache.limit] * cache.batch_size
+            call.held, call.follows = [cache.limit] * cache.batch_size, bool(cache.get_seq_length())
         elif state is not None and reading is not None and not self.training:
             call.overlap = (reading.targets == IGNORED).long().cumprod(1).sum(1)
             call.held = call.overlap.tolist()
@@ -321,13 +330,14 @@ class Attached(Handle):
         if self.config.normalise == "all":
             query, key, scaling = (unit(query) * scale).to(query.dtype), unit(key).to(key.dtype), 1.0
         local, weights = heads.local(query, key, scaling)
-        keys = unit(heads.own_keys()).detach()
+        compared = unit if self.config.normalise != "none" else torch.Tensor.contiguous
+        keys = compared(heads.own_keys()).detach()
         if (call := self._current(index, keys)) is None:
             return local, weights
         if index not in call.new:
             call.new[index] = keys, heads.own_values().detach()
             call.prefix, call.heads = prefix_being_read(), query.shape[1]
-        own = unit(heads.own_queries())
+        own = compared(heads.own_queries())
         if self.config.dense:
             found = call.all(index, own * scale)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -16,13 +17,21 @@ class KNNAttention(MemoryConfig):
     """Keys and values of what was read, found by kNN in single layers: Memorizing Transformers (arXiv 2203.08913).
 
     A model that is trained from the start, as in the paper:   KNNAttention()
-    A pretrained model that is given a memory:                 KNNAttention.pretrained()
+    A pretrained model that learns to use a memory:            KNNAttention.pretrained()
+    A pretrained model that uses one without training:         KNNAttention.as_context()
     """
 
     key: ClassVar[str] = "attention"  # the layer of which a store's rows must be
 
+    starts: ClassVar[dict[str, dict[str, Any]]] = {
+        "pretrained": {"mix": "tanh", "normalise": "memory"},
+        "as_context": {"mix": "joint", "normalise": "none", "distance": 256, "sinks": 4},
+    }
+
     layers: list[int] = option(
-        [], "the layers with a memory, counted from 0; none: one, at three quarters of the depth"
+        [],
+        "the layers with a memory, counted from 0; none: one, at three quarters of the depth, or, where nothing is "
+        "normalised, the upper three quarters of them",
     )
     k: int = option(32, "how many pairs each query of each head finds")
     size: int = option(65_536, "how many pairs of its document each row keeps; the oldest go first; 0: none")
@@ -32,12 +41,19 @@ class KNNAttention(MemoryConfig):
         "how memory and context are mixed: gate, sigmoid(b) of each head; tanh, tanh(b), which starts without effect; "
         "joint, one softmax over both, the memory's scores raised by b",
     )
-    normalise: Literal["all", "memory"] = option(
+    normalise: Literal["all", "memory", "none"] = option(
         "all",
         "where queries and keys are normalised, with a learned scale: all, in the context too, as in the paper; "
-        "memory, in the memory only, which leaves a pretrained layer as it is",
+        "memory, in the memory only, which leaves a pretrained layer as it is; none, nowhere, so that pairs have the "
+        "scores that they would have in the context",
     )
-    scale: float = option(10.0, "at which that scale begins")
+    scale: float = option(0.0, "at which the learned scale of scores begins; 0: 10 if normalised, else the model's own")
+    distance: int = option(
+        0, "how far before each query retrieved pairs seem to stand to a model with rotary positions; others know none"
+    )
+    sinks: int = option(
+        0, "how many first tokens of each context are not kept: pretrained models rest their attention on the first"
+    )
     dense: bool = option(False, "whether a query attends to the whole memory in place of the k nearest pairs")
     search: Literal["auto", "exact", "lists"] = option(
         "auto",
@@ -61,11 +77,11 @@ class KNNAttention(MemoryConfig):
         super().__post_init__()
 
     def check(self) -> None:
-        for name, least in (("k", 1), ("size", 0), ("xl_length", 0)):
+        for name, least in (("k", 1), ("size", 0), ("xl_length", 0), ("distance", 0), ("sinks", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"KNNAttention.{name} = {getattr(self, name)}: expected {least} or more")
-        if not self.scale > 0:
-            raise UsageError(f"KNNAttention.scale = {self.scale}: expected a number above 0")
+        if not 0 <= self.scale < math.inf:
+            raise UsageError(f"KNNAttention.scale = {self.scale}: expected a number above 0, or 0 for the usual one")
         if not 0 < self.recall <= 1:
             raise UsageError(f"KNNAttention.recall = {self.recall}: expected a number above 0 and up to 1")
         if self.dense and self.search == "lists":
@@ -75,6 +91,10 @@ class KNNAttention(MemoryConfig):
 
     def for_keys(self) -> dict[str, Any]:
         return {"layers": self.layers, "normalise": self.normalise}
+
+    def usual_layers(self, depth: int) -> list[int]:
+        """The layers with a memory in a model of so many, if none are named."""
+        return list(range(-(-depth // 4), depth)) if self.normalise == "none" else [max(depth * 3 // 4 - 1, 0)]
 
     def saved(self) -> dict[str, Any]:
         return self.to_dict() | {"external": absolute(self.external)}
@@ -86,7 +106,12 @@ class KNNAttention(MemoryConfig):
     @classmethod
     def pretrained(cls, **settings: object) -> Self:
         """A memory that leaves a pretrained model as it is until it has learned to use it."""
-        return cls(**{"mix": "tanh", "normalise": "memory", **settings})  # type: ignore[arg-type]
+        return cls(**cls.starts["pretrained"] | settings)
+
+    @classmethod
+    def as_context(cls, **settings: object) -> Self:
+        """A memory that a pretrained model looks into as into its context, in one softmax with it, without training."""
+        return cls(**cls.starts["as_context"] | settings)
 
     @classmethod
     def small(cls, layers: int) -> Self:
