@@ -117,8 +117,9 @@ def add_memory_option(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[.START][:KEY=VALUE,...]",
         help="put this memory into the model first, as output:external=docs.store,weight=0.3 or attention.as_context "
-        "(see `mnemic list memories`); may be given several times; an output memory takes the place of the one that is in the model, an "
-        "attention memory that has learned is changed: attention:external=book.store, attention:size=262144",
+        "(see `mnemic list memories`); may be given several times; an output memory takes the place of the one that is "
+        "in the model, an attention memory that has learned is changed: attention:external=book.store, "
+        "attention:size=262144",
     )
 
 

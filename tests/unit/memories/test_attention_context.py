@@ -17,7 +17,8 @@ from mnemic.memories.attention.reading import Forward
 from tests.contract.architectures import VOCABULARY, build
 from tests.unit.memories.test_attention import tokens
 
-PLAIN = "gpt2 llama mistral qwen2 qwen3 gemma3 gpt_neox opt phi olmo2 mnemic-rotary mnemic-sinusoidal".split()
+PLAIN = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_neox", "opt", "phi", "olmo2"]
+PLAIN += ["mnemic-rotary", "mnemic-sinusoidal"]
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -44,9 +45,7 @@ def llama(layers: int = 1, rope: dict[str, Any] | None = None) -> Any:
 @pytest.mark.parametrize("rope", [None, YARN], ids=["usual", "scaled"])
 @pytest.mark.parametrize("distance", [0, 1, 40])
 @pytest.mark.parametrize("sinks", [0, 1, 3])
-def test_what_is_remembered_is_as_context_at_a_distance(
-    rope: dict[str, Any] | None, distance: int, sinks: int
-) -> None:
+def test_what_is_remembered_is_as_context_at_a_distance(rope: dict[str, Any] | None, distance: int, sinks: int) -> None:
     """In one layer keys and values depend on no context: the model itself can read the same at those positions."""
     model, text, last = llama(rope=rope), tokens(1, 9), tokens(1, 1, seed=1)
     together = torch.cat([text[:, sinks:], last], 1)

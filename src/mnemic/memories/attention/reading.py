@@ -134,8 +134,8 @@ class Forward:
             seen["numbers"].append(first.numbers.reshape(*asked.shape[1:3], k))
             seen["weights"].append(weights.reshape(*asked.shape[1:3], k))
             seen["shares"].append(self.shares[index][0])
-        found = {name: torch.stack(parts)[:, :, self.prefix :].cpu() for name, parts in seen.items()}
-        return found | {"kept": self._kept()[0][0].cpu()}
+        shown = {name: torch.stack(parts)[:, :, self.prefix :].cpu() for name, parts in seen.items()}
+        return shown | {"kept": self._kept()[0][0].cpu()}
 
     def pairs_by_token(self) -> Tensor:
         """The keys and values of all layers and heads, of each token: (B, T, width)."""
