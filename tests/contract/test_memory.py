@@ -7,6 +7,7 @@ skipped with the reason, and the summary at the end of the run lists it as refus
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -23,13 +24,21 @@ from tests.contract.architectures import ARCHITECTURES, EOS, PAD, VOCABULARY, bu
 LENGTH = 12
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
-every_case = pytest.mark.parametrize(
-    ("memory", "architecture"), list(itertools.product(registry(), ARCHITECTURES)), ids=lambda name: name
-)
-
 
 def config_of(memory: str) -> Any:
-    return registry().load(memory).small(layers=2)
+    """A small memory, or one with a start of its own, as attention.as_context."""
+    name, _, start = memory.partition(".")
+    kind = registry().load(name)
+    return dataclasses.replace(kind.small(layers=2), **kind.starts.get(start, {}))
+
+
+MEMORIES = list(registry())
+STARTS = [f"{name}.{start}" for name in MEMORIES for start in registry().load(name).starts]
+MEMORIES += [memory for memory in STARTS if config_of(memory) != config_of(memory).neutral()]
+
+every_case = pytest.mark.parametrize(
+    ("memory", "architecture"), list(itertools.product(MEMORIES, ARCHITECTURES)), ids=lambda name: name
+)
 
 
 @functools.cache
