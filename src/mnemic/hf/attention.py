@@ -84,7 +84,7 @@ class AttentionHook:
         self.plain_scores = True  # whether scores are products of queries and keys, but for a bias; after `probe`
         self._same = False  # whether the two tokens that it was probed with were the same to it
         self._turns = True  # whether the layer turns its keys by the rotation that it is given
-        self._far: tuple[Tensor, Tensor] | None = None  # see `Heads`; after `probe`
+        self._far: tuple[Tensor, Tensor] | None = None  # see `Heads`; after `probe`; None: at no distance
         self._parameters = list(inspect.signature(self.module.forward).parameters)
         self._own_config = getattr(self.module, "config", places.stack.config)
         self._pre_hook = self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -137,7 +137,7 @@ class AttentionHook:
         if heads.rotation is not None:
             cos, sin = (part[:, :, :1] for part in heads.rotation)
             length = _squared_length(cos, sin).sqrt()  # that of the keys too, which are not turned
-            self._far = cos * length, sin * length
+            self._far = None if (cos == 1).all() else (cos * length, sin * length)
         if heads.rotation is None or not self._same:
             return True
         for keys, self._turns in ((heads.key, False), (heads.own_keys(), True)):
