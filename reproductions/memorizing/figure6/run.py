@@ -25,6 +25,7 @@ TABLE = Table(
         Row("Transformer, 20% of the steps more", LONGER, None, NOTHING, "20%"),
         Row("memory given, 20% of the steps more", AFTERWARDS, None, NOTHING, "20%"),
         Row(SMOLLM2, PLAIN, None, NOTHING, SMOLLM2, SMOLLM2),
+        Row(f"{SMOLLM2}, contexts of 2048 in place of 512", PLAIN, None, NOTHING, f"{SMOLLM2}+wide", SMOLLM2),
         Row(f"{SMOLLM2}, memory as context", memorizing("65K", **AS_CONTEXT), None, NOTHING, SMOLLM2, SMOLLM2),
         Row(
             f"{SMOLLM2}, memory as context, gates and scales trained",
