@@ -7,7 +7,7 @@ from tables.models import Trained
 from mnemic import KNNAttention
 
 AFTERWARDS = memorizing("65K", PLAIN, mix="tanh", normalise="memory")
-AS_CONTEXT = KNNAttention.starts["as_context"]
+AS_CONTEXT = {name: value for name, value in KNNAttention.starts["as_context"].items() if name != "size"}
 LONGER = Trained("plain-longer", "documents", start=PLAIN)
 
 SMOLLM2 = "SmolLM2-135M"

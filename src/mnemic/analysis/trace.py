@@ -137,13 +137,10 @@ def trace(model: Any, tokenizer: Any, text: str | Document, *, window: int = 512
         if smaller is not None:
             with memory.sized(smaller):
                 other, _ = _losses(objective, tokens, window)
-    kept = torch.cat([one.pop("kept")[own] for one, own in zip(seen, scored, strict=True)]).nonzero()[:, 0]
-    kept = F.pad(kept, (0, 1))  # of which none may be there
     found = {
         name: torch.cat([one[name][:, :, own] for one, own in zip(seen, scored, strict=True)], 2) for name in seen[0]
     }
-    numbers = torch.where(found["numbers"] < 0, found["numbers"], kept[found["numbers"].clamp(min=0)])
-    numbers = F.pad(numbers, (0, 0, 1, 0), value=-1)
+    numbers = F.pad(found["numbers"], (0, 0, 1, 0), value=-1)
     weights = F.pad(found["weights"], (0, 0, 1, 0))
     shares = F.pad(found["shares"], (1, 0))
     ids = torch.from_numpy(tokens[0].astype("int64"))

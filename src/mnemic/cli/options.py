@@ -133,12 +133,12 @@ def read_memory_settings(text: str) -> tuple[Any, dict[str, Any]]:
     """The class of memory config that "tokens:count=10,..." names, and the settings in it."""
     from mnemic.memories import registry
 
-    name, _, settings = text.partition(":")
-    name, dot, start = name.partition(".")
+    called, _, settings = text.partition(":")
+    name, dot, start = called.partition(".")
     config = registry().load(name)
     if dot and start not in config.starts:
         raise unknown_name(f"start of {name}", start, config.starts)
-    return config, config.starts.get(start, {}) | read_settings("--memory", name, settings, config.types())
+    return config, config.starts.get(start, {}) | read_settings("--memory", called, settings, config.types())
 
 
 def write_memory(name: str, config: Any) -> str:

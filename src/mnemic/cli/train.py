@@ -65,7 +65,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         dest="Experiment.memory",
         action="append",
         default=argparse.SUPPRESS,
-        metavar="NAME:KEY=VALUE,...",
+        metavar="NAME[.START][:KEY=VALUE,...]",
         help=texts["memory"] + "; may be given several times",
     )
     add_config_options(parser, Experiment, "how", skip=what)

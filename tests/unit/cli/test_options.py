@@ -133,7 +133,7 @@ def test_a_memory_from_its_text() -> None:
 
     assert read_memory("tokens") == MemoryTokens()
     assert read_memory("tokens:count=3,gated=true") == MemoryTokens(count=3, gated=True)
-    assert read_memory("attention.as_context:k=4,sinks=1") == KNNAttention.as_context(k=4, sinks=1)
+    assert read_memory("attention.as_context:k=4,size=9") == KNNAttention.as_context(k=4, size=9)
     assert read_memory("attention.pretrained") == KNNAttention.pretrained() != KNNAttention()
 
 
@@ -156,6 +156,7 @@ def test_a_memory_that_is_written_is_read_as_it_was(memory: OutputMemory) -> Non
         ("tokens:cuont=3", "unknown setting of tokens 'cuont': did you mean 'count'?"),
         ("tokens:count=lots", "--memory tokens:count 'lots': expected a whole number"),
         ("tokens:count", "the setting 'count' has no value; write tokens:count=..."),
+        ("attention.as_context:k", "the setting 'k' has no value; write attention.as_context:k=..."),
         ("attention.as_contxt:k=3", "unknown start of attention 'as_contxt': did you mean 'as_context'?"),
         ("tokens:count=0", "MemoryTokens.count = 0: expected 1 or more"),
     ],

@@ -17,7 +17,7 @@ import argparse
 import json
 from typing import Any
 
-from mnemic.cli.options import add_config_options, given
+from mnemic.cli.options import add_config_options, add_memory_option, given, read_memory
 from mnemic.cli.store.opening import add_store, bytes_in_words, counted, named_model
 from mnemic.errors import UsageError
 
@@ -25,6 +25,7 @@ EXAMPLE = """  mnemic store build python.store stdlib --model runs/a
   mnemic store build wiki.store wikitext-103 --model gpt2 --metric cosine --tokens wiki.tokens
   mnemic store build small.store books/ --model runs/a --max-probability 0.9     leaves out what the model knows
   mnemic store build codes.store books/ --model gpt2 --keys codes                far smaller, far less exact
+  mnemic store build book.store book.txt --model gpt2 --split all --layer attention --memory attention.as_context
   mnemic store build pairs.store multi30k --model runs/mt --metric ip            with a model that translates"""
 
 
@@ -40,6 +41,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "with files such as train.de and train.en",
     )
     parser.add_argument("--model", metavar="NAME", required=True, help="the folder of a run or model, or a hub's name")
+    add_memory_option(parser)
     parser.add_argument("--corpus-path", metavar="PATH", help="where a corpus with a name lies on this machine")
     kept = set(StoreConfig.types())
     add_config_options(parser, BuildConfig, "what becomes a row", skip=kept)
@@ -56,12 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.store.startswith("ram:"):
         raise UsageError("a store in memory is gone when the command ends: give a folder, or milvus://host:19530/name")
     config = BuildConfig.from_dict(given(arguments, BuildConfig))
+    for text in arguments.memory:
+        read_memory(text)  # a mistake is told before anything is loaded
+    from mnemic.cli.loading import give_memories
     from mnemic.data import open_corpus
 
     corpus: Any = arguments.corpus
     if arguments.corpus_path:
         corpus = open_corpus(arguments.corpus, arguments.corpus_path)
     model, tokenizer, name = named_model(arguments.model)
+    give_memories(model, arguments.memory)
     config.origin = {"model": name}
     build = Build(model, tokenizer, corpus, arguments.store, config)
     with build.run():

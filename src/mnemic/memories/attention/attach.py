@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -111,6 +110,7 @@ class Attached(Handle):
         return self._rooms.bytes(rows, self.size)
 
     def change(self, **settings: Any) -> None:
+        settings = {name: value for name, value in settings.items() if getattr(self.config, name, None) != value}
         if fixed := settings.keys() - CHANGEABLE:
             raise UsageError(
                 f"{', '.join(sorted(fixed))} of an attention memory that has learned cannot be changed, only "
@@ -148,7 +148,7 @@ class Attached(Handle):
             for begin in range(0, input_ids.shape[1], segment_length):
                 piece = slice(begin, begin + segment_length)
                 real = None if mask is None else mask[:, piece]
-                call = Forward(state, real=None if real is None else real.bool(), sinks=self.config.sinks)
+                call = Forward(state, real=None if real is None else real.bool())
                 with self._reading(call):
                     stack(input_ids=input_ids[:, piece], attention_mask=real, **self._places_of(real))
                 call.commit()
@@ -202,14 +202,9 @@ class Attached(Handle):
             )
         state = self._rooms.state(1, len(store))
         rows = {index: memory.rows[0] for index, memory in state.memories.items()}
-        begin = 0
         for block in store.rows():
-            pairs = torch.from_numpy(block.keys)
-            if self.config.sinks:
-                positions = store.get(begin + np.flatnonzero(block.there)).references.positions
-                pairs = pairs[torch.from_numpy(positions >= self.config.sinks)]
-            begin += len(block.there)
-            for (index, row), both in zip(rows.items(), pairs.split(halves, 1), strict=True):
+            kept = torch.from_numpy(block.keys).split(halves, 1)
+            for (index, row), both in zip(rows.items(), kept, strict=True):
                 hook = self._hooks[index]
                 keys, values = both.view(-1, 2, hook.kv_heads, hook.width).permute(1, 2, 0, 3).to(self._device)
                 row.append(keys, values)
@@ -281,11 +276,10 @@ class Attached(Handle):
         if state is None and (saved := getattr(cache, "saved_riders", None)):
             state, cache.saved_riders = self._riding(cache), {}
             state.load_tensors(saved)
-        shared = [one for one in (self.shared, self.stored) if one]
-        call = Forward(state, shared, starts=starts_being_read(), sinks=self.config.sinks)
+        call = Forward(state, [one for one in (self.shared, self.stored) if one], starts=starts_being_read())
         call.real = tokens_that_are_real(inputs, cache)
         if state is not None and hasattr(cache, "limit"):
-            call.held, call.follows = [cache.limit] * cache.batch_size, bool(cache.get_seq_length())
+            call.held = [cache.limit] * cache.batch_size
         elif state is not None and reading is not None and not self.training:
             call.overlap = (reading.targets == IGNORED).long().cumprod(1).sum(1)
             call.held = call.overlap.tolist()

@@ -25,7 +25,7 @@ class KNNAttention(MemoryConfig):
 
     starts: ClassVar[dict[str, dict[str, Any]]] = {
         "pretrained": {"mix": "tanh", "normalise": "memory"},
-        "as_context": {"mix": "joint", "normalise": "none", "distance": 256, "sinks": 4},
+        "as_context": {"mix": "joint", "normalise": "none", "distance": 256, "size": 16_384},
     }
 
     layers: list[int] = option(
@@ -51,9 +51,6 @@ class KNNAttention(MemoryConfig):
     distance: int = option(
         0, "how far before each query retrieved pairs seem to stand to a model with rotary positions; others know none"
     )
-    sinks: int = option(
-        0, "how many first tokens of each context are not kept: pretrained models rest their attention on the first"
-    )
     dense: bool = option(False, "whether a query attends to the whole memory in place of the k nearest pairs")
     search: Literal["auto", "exact", "lists"] = option(
         "auto",
@@ -77,7 +74,7 @@ class KNNAttention(MemoryConfig):
         super().__post_init__()
 
     def check(self) -> None:
-        for name, least in (("k", 1), ("size", 0), ("xl_length", 0), ("distance", 0), ("sinks", 0)):
+        for name, least in (("k", 1), ("size", 0), ("xl_length", 0), ("distance", 0)):
             if getattr(self, name) < least:
                 raise UsageError(f"KNNAttention.{name} = {getattr(self, name)}: expected {least} or more")
         if not 0 <= self.scale < math.inf:
@@ -94,7 +91,7 @@ class KNNAttention(MemoryConfig):
 
     def usual_layers(self, depth: int) -> list[int]:
         """The layers with a memory in a model of so many, if none are named."""
-        return list(range(-(-depth // 4), depth)) if self.normalise == "none" else [max(depth * 3 // 4 - 1, 0)]
+        return list(range((depth + 2) // 4, depth)) if self.normalise == "none" else [max(depth * 3 // 4 - 1, 0)]
 
     def saved(self) -> dict[str, Any]:
         return self.to_dict() | {"external": absolute(self.external)}

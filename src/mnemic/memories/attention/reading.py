@@ -34,8 +34,6 @@ class Forward:
     real: Tensor | None = None  # no padding
     held: list[int] | None = None  # how many of each row's last pairs the context holds
     overlap: Tensor | None = None  # (B,): how many of the first tokens were read before
-    sinks: int = 0  # how many first tokens of a context are not kept
-    follows: bool = False  # whether the context begins before the first token, in a cache
     prefix: int = 0  # vectors before the tokens, which are not read
     heads: int = 0  # of the queries
     new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -115,10 +113,7 @@ class Forward:
         return self.new[index][0].shape[1]
 
     def observed(self, k: int) -> dict[str, Tensor]:
-        """What the first row found: numbers and weights (layers, H, T, k), and shares (layers, H, T) of the memory.
-
-        And which of its tokens are kept, (T,): numbers count these.
-        """
+        """What the first row found: numbers and weights (layers, H, T, k), and shares (layers, H, T) of the memory."""
         seen: dict[str, list[Tensor]] = {"numbers": [], "weights": [], "shares": []}
         for index in sorted(self.new):
             keys, (found, asked) = self.new[index][0], (self.found.get(index), self.asked.get(index))
@@ -134,8 +129,7 @@ class Forward:
             seen["numbers"].append(first.numbers.reshape(*asked.shape[1:3], k))
             seen["weights"].append(weights.reshape(*asked.shape[1:3], k))
             seen["shares"].append(self.shares[index][0])
-        shown = {name: torch.stack(parts)[:, :, self.prefix :].cpu() for name, parts in seen.items()}
-        return shown | {"kept": self._kept()[0][0].cpu()}
+        return {name: torch.stack(parts)[:, :, self.prefix :].cpu() for name, parts in seen.items()}
 
     def pairs_by_token(self) -> Tensor:
         """The keys and values of all layers and heads, of each token: (B, T, width)."""
@@ -144,32 +138,21 @@ class Forward:
 
     def commit(self) -> None:
         """Moves the memory on: what a document began with is cleared before, and padding is left out."""
-        if self.state is None or not self.new:
+        if self.state is None:
             return
-        kept, begun = self._kept()
         for index, (keys, values) in self.new.items():
-            self.state.memories[index].clear(begun)
-            self.state.memories[index].append(keys[:, :, self.prefix :], values[:, :, self.prefix :], kept)
-
-    def _kept(self) -> tuple[Tensor, Tensor]:
-        """Which tokens (B, T) the memory takes in, and in which rows (B,) a document begins among them."""
-        keys, _ = next(iter(self.new.values()))
-        places = torch.arange(keys.shape[2] - self.prefix, device=keys.device)
-        kept = torch.ones(len(keys), len(places), dtype=torch.bool, device=keys.device)
-        if self.real is not None:
-            kept &= self.real[:, -len(places) :]
-        number = kept.long().cumsum(1)  # of each token among the real ones, from 1
-        passed_over = torch.full_like(number[:, :1], 0 if self.follows else self.sinks)
-        if self.overlap is not None:
-            kept &= places >= self.overlap[:, None]
-        begun = torch.zeros_like(kept[:, 0])
-        if self.starts is not None:
-            last = torch.where(self.starts.bool() & kept, places, -1).amax(1, keepdim=True)
-            begun = last[:, 0] >= 0
-            kept &= places >= last
-            before = number.gather(1, last.clamp(min=0)) - 1
-            passed_over = torch.where(last >= 0, before + self.sinks, passed_over)
-        return kept & (number > passed_over), begun
+            keys, values = keys[:, :, self.prefix :], values[:, :, self.prefix :]
+            kept = torch.ones(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device)
+            if self.real is not None:
+                kept &= self.real[:, -keys.shape[2] :]
+            places = torch.arange(keys.shape[2], device=keys.device)
+            if self.overlap is not None:
+                kept &= places >= self.overlap[:, None]
+            if self.starts is not None:
+                last = torch.where(self.starts.bool() & kept, places, -1).amax(1)
+                self.state.memories[index].clear(last >= 0)
+                kept &= places >= last[:, None]
+            self.state.memories[index].append(keys, values, kept)
 
 
 def _folded(queries: Tensor, kv_heads: int) -> Tensor:

@@ -75,6 +75,9 @@ class Row:
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Takes in the next pairs, (H, n, d) each."""
+        if self.values.dtype == torch.float16:  # in which large numbers would be infinite
+            most = torch.finfo(torch.float16).max
+            keys, values = keys.clamp(-most, most), values.clamp(-most, most)
         with self._lock:
             self._make_room(keys.shape[1])
             write(self.values, values, self.count)
