@@ -13,6 +13,7 @@ from torch import Tensor
 import mnemic
 from mnemic.errors import UsageError
 from mnemic.hf.losses import token_losses
+from mnemic.memories.attention.search import ListedKeys
 from mnemic.memories.attention.state import State
 from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
 from tests.contract.architectures import VOCABULARY, build
@@ -349,3 +350,11 @@ def test_a_row_of_a_cache_that_is_reset_remembers_nothing(memory: Any) -> None:
         found, expected = (model(texts[2], past_key_values=one).logits for one in (cache, fresh))
     torch.testing.assert_close(found[1], expected[1])
     assert (found[0] - expected[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("size", "search", "listed"), [(8192, "auto", False), (8193, "auto", True), (9, "lists", True)]
+)
+def test_lists_are_for_large_memories(size: int, search: str, listed: bool) -> None:
+    memory = decoder(size=size, search=search).memory.new_state(1)["attention"].memories[1]
+    assert isinstance(memory.rows[0].keys, ListedKeys) == listed

@@ -55,7 +55,7 @@ class KNNAttention(MemoryConfig):
     search: Literal["auto", "exact", "lists"] = option(
         "auto",
         "how the nearest are found: exact; lists, around points that are learned from the keys (FAISS); auto: lists on "
-        "a CPU for a size above 4,096",
+        "a CPU for a size above 8,192",
     )
     external: str | None = option(
         None, "the address of a store of pairs that a model has read before (layer = attention), for all to look into"

@@ -14,7 +14,7 @@ from mnemic.memories.attention.search import ExactKeys, Keys, ListedKeys, new_ri
 from mnemic.memories.attention.state import State
 from mnemic.memories.attention.working import Row, WorkingMemory
 
-EXACT = 4096  # pairs up to which all are compared, unless the settings say otherwise
+EXACT = 8192  # pairs up to which all are compared, unless the settings say otherwise: lists of few take much room
 
 
 @dataclass(frozen=True)
