@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,31 @@ class Trace:
             raise UsageError("gains are against a smaller memory: give trace() one, as in smaller=0")
         return self.smaller - self.losses
 
+    @cached_property
+    def looks(self) -> Tensor:
+        """What of a head's result each pair is, (layers, heads, tokens, k): its weight, times the memory's share."""
+        worth = self.weights * self.shares.abs().unsqueeze(-1)  # a tanh gate may take away too
+        return worth.masked_fill(self.numbers < 0, 0)
+
+    @cached_property
+    def usual_looks(self) -> Tensor:
+        """How much each head looks at each position of the document on average, (layers, heads, tokens)."""
+        numbers, total = self.numbers.clamp(min=0).flatten(2), torch.zeros_like(self.shares)
+        return total.scatter_add_(2, numbers, self.looks.flatten(2)) / len(self.ids)
+
     def retrieved(self, token: int, most: int = 5) -> list[Retrieved]:
-        """What was looked at most to predict a token: weight in its head times what the memory had of the head."""
-        worth = (self.weights * self.shares.abs().unsqueeze(-1))[:, :, token]  # a tanh gate may take away too
-        worth = worth.masked_fill(self.numbers[:, :, token] < 0, 0)
+        """What was looked at most to predict a token, by w log(w / usual): its part of how unusual a head's looks are.
+
+        Many models rest their attention on the first token where they have no use for it, which tells nothing.
+        """
+        worth, numbers = self.looks[:, :, token], self.numbers[:, :, token]
+        usual = self.usual_looks.gather(2, numbers.clamp(min=0)).clamp(min=torch.finfo(worth.dtype).tiny)
         found = []
-        for flat in worth.flatten().argsort(descending=True)[:most].tolist():
+        for flat in torch.xlogy(worth, worth / usual).flatten().argsort(descending=True)[:most].tolist():
             layer, rest = divmod(flat, worth.shape[1] * worth.shape[2])
             head, place = divmod(rest, worth.shape[2])
             if (weight := worth[layer, head, place].item()) > 0:
-                position = int(self.numbers[layer, head, token, place])
-                found.append(Retrieved(position, self.layers[layer], head, weight))
+                found.append(Retrieved(int(numbers[layer, head, place]), self.layers[layer], head, weight))
         return found
 
     def best(self, most: int = 10) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import mnemic
+from mnemic.analysis.trace import Trace
 from mnemic.data import Document, train_tokenizer
 from mnemic.data.documents import Corpus
 from mnemic.errors import UsageError
@@ -87,9 +89,11 @@ def test_the_best_tokens_are_shown_with_what_was_retrieved(tokenizer: Any, tmp_p
     for row in rows:
         assert row["target"] == found.text(row["token"], row["token"] + 1)
         assert TEXT.find(row["query"].split("<")[-1][-8:]) >= 0
-        assert [one["weight"] for one in row["retrieved"]] == sorted(
-            (one["weight"] for one in row["retrieved"]), reverse=True
-        )
+        shown = found.retrieved(row["token"])
+        assert [one["weight"] for one in row["retrieved"]] == [one.weight for one in shown]
+        usual = [found.usual_looks[found.layers.index(one.layer), one.head, one.position] for one in shown]
+        unusual = [one.weight * math.log(one.weight / mean) for one, mean in zip(shown, usual, strict=True)]
+        assert unusual == sorted(unusual, reverse=True)
         for one in row["retrieved"]:
             assert one["distance"] == row["token"] - one["position"] > 0
     for what in ("loss-delta", "distance", "shares"):
@@ -106,3 +110,18 @@ def test_what_cannot_be_traced(tokenizer: Any) -> None:
         mnemic.trace(make(tokenizer, dense=True), tokenizer, TEXT)
     with pytest.raises(UsageError, match="smaller=0"):
         mnemic.trace(make(tokenizer), tokenizer, TEXT, window=32).gains  # noqa: B018
+
+
+def test_what_a_head_always_looks_at_is_not_shown_first(tokenizer: Any) -> None:
+    """A head that rests on token 0, and once looks at token 3."""
+    numbers = torch.zeros(1, 1, 10, 2, dtype=torch.long)
+    numbers[..., 1] = 3
+    weights = torch.tensor([0.9, 0.1]).expand(1, 1, 10, 2).clone()
+    weights[0, 0, 7] = torch.tensor([0.6, 0.4])
+    weights[0, 0, 0], numbers[0, 0, 0] = 0, -1
+    losses = torch.zeros(10)
+    found = Trace(tokenizer, torch.arange(10), losses, None, [4], numbers, weights, torch.full((1, 1, 10), 0.5))
+    torch.testing.assert_close(found.usual_looks[0, 0, [0, 3, 5]], torch.tensor([0.39, 0.06, 0.0]))
+    assert [(one.position, round(one.weight, 6)) for one in found.retrieved(7)] == [(3, 0.2), (0, 0.3)]
+    assert [one.position for one in found.retrieved(6, most=1)] == [0]
+    assert found.retrieved(0) == []
