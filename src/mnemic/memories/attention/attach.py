@@ -110,8 +110,8 @@ class Attached(Handle):
         return self._rooms.bytes(rows, self.size)
 
     def change(self, **settings: Any) -> None:
-        settings = {name: value for name, value in settings.items() if getattr(self.config, name, None) != value}
-        if fixed := settings.keys() - CHANGEABLE:
+        other = {name for name, value in settings.items() if getattr(self.config, name, None) != value}
+        if fixed := other - CHANGEABLE:
             raise UsageError(
                 f"{', '.join(sorted(fixed))} of an attention memory that has learned cannot be changed, only "
                 f"{', '.join(sorted(CHANGEABLE))}: detach() it and put in another"
