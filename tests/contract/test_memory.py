@@ -23,6 +23,7 @@ from tests.contract.architectures import ARCHITECTURES, EOS, PAD, VOCABULARY, bu
 
 LENGTH = 12
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+SMOOTH = {"product_keys": {"slots": 16, "k": 16}}  # a step that changes which slots are read has no slope
 
 
 def config_of(memory: str) -> Any:
@@ -61,7 +62,8 @@ def possible(request: pytest.FixtureRequest) -> None:
 def augmented(memory: str, architecture: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny model with the memory, its own start, far from neutral."""
     torch.manual_seed(1)
-    model = mnemic.augment(build(architecture).to(dtype), config_of(memory)).to(dtype).eval()
+    config = dataclasses.replace(config_of(memory), **changes)
+    model = mnemic.augment(build(architecture).to(dtype), config).to(dtype).eval()
     begin(model)
     return model
 
@@ -144,7 +146,7 @@ def test_rule_03_a_saved_model_comes_back(memory: str, architecture: str, base_t
 
 @every_case
 def test_rule_04_the_memory_learns_and_its_gradient_is_right(memory: str, architecture: str) -> None:
-    model = augmented(memory, architecture, torch.float64)
+    model = augmented(memory, architecture, torch.float64, **SMOOTH.get(memory.partition(".")[0], {}))
     learned = list(model.memory.parameters()) or [next(model.memory._places.blocks[0].parameters())]
     model.requires_grad_(False)
     for parameter in learned:  # a memory without parameters passes the gradient on to the model's
@@ -178,7 +180,7 @@ def test_rule_04_the_memory_learns_and_its_gradient_is_right(memory: str, archit
         if abs(slope(1e-6) / slope(1e-5) - 1) < 1e-6:
             assert slope(1e-5) == pytest.approx(got, rel=1e-6), name
         else:  # parts are computed in float32 whatever the weights are: the step must stand out from that
-            slopes = [slope(step) for step in (1e-5, 1e-4, 1e-3)]
+            slopes = [slope(step) for step in (1e-5, 1e-4, 1e-3, 1e-2)]
             assert min(abs(s / got - 1) for s in slopes) < 1e-2, (name, got, slopes)
 
 

@@ -22,7 +22,11 @@ class Anatomy(Config):
     decoder: str | None = option(None, "path of the decoder stack of a seq2seq model")
     blocks: str = option("layers", "path, inside the stack, of the list of blocks")
     attention: str = option("self_attn", "path, inside a block, of its self-attention")
-    feed_forward: list[str] = option(["mlp"], "paths, inside a block, of the modules that make up its feed-forward")
+    feed_forward: list[str] = option(
+        ["mlp"],
+        "paths, inside a block, of the modules that make up its feed-forward: its input enters the first, what leaves the "
+        "last is added to the residual stream",
+    )
     positions: Literal["rotary", "absolute", "relative", "alibi", "recurrent"] = option(
         "rotary",
         "how tokens get positions: rotary and absolute by position_ids, relative and alibi by their place in the "
@@ -35,7 +39,7 @@ _BERT = Anatomy(
     kind="masked",
     blocks="encoder.layer",
     attention="attention",
-    feed_forward=["intermediate", "output"],
+    feed_forward=["intermediate", "output.dense"],
     positions="absolute",
 )
 _BART = Anatomy(kind="seq2seq", stack="encoder", decoder="decoder", feed_forward=["fc1", "fc2"], positions="absolute")
@@ -51,7 +55,12 @@ ARCHITECTURES: dict[str, Anatomy] = {
     "gpt2": Anatomy(blocks="h", attention="attn", positions="absolute"),
     "gpt_neox": Anatomy(attention="attention"),
     "opt": Anatomy(stack="decoder", feed_forward=["fc1", "fc2"], positions="absolute"),
-    "bloom": Anatomy(blocks="h", attention="self_attention", positions="alibi"),
+    "bloom": Anatomy(  # whose feed-forward adds the residual stream by itself
+        blocks="h",
+        attention="self_attention",
+        feed_forward=["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
+        positions="alibi",
+    ),
     "falcon": Anatomy(blocks="h", attention="self_attention"),
     "bert": _BERT,
     "roberta": _BERT,
@@ -111,6 +120,11 @@ class Places:
             return self.feed_forward
         blocks = list(_at(self.decoder, self.anatomy.blocks, "blocks", self.decoder))
         return [[_at(b, path, "feed_forward", self.decoder) for path in self.anatomy.feed_forward] for b in blocks]
+
+    @property
+    def every_feed_forward(self) -> list[list[nn.Module]]:
+        """The feed-forward of each block, a decoder's on from its encoder's."""
+        return self.feed_forward + ([] if self.decoder is None else self.predicting_feed_forward)
 
     @property
     def positions_by_id(self) -> bool:

@@ -47,6 +47,7 @@ class _Call:
     prefix: int = 0
     positions: torch.Tensor | None = None
     xl_cache: Any = None
+    mask: torch.Tensor | None = None
 
 
 _BLIND_TO_PACKING = ("opt", "falcon")  # their masks do not look at position_ids
@@ -74,6 +75,12 @@ def prefix_being_read() -> int:
     """How many vectors stand before the input in the forward that is under way."""
     call = _call.get()
     return 0 if call is None else call.prefix
+
+
+def mask_being_read() -> torch.Tensor | None:
+    """Which positions are no padding, (batch, cached and new ones), in the forward that is under way, if that was told."""
+    call = _call.get()
+    return None if call is None else call.mask
 
 
 class Entrance:
@@ -128,7 +135,7 @@ class Entrance:
             starts = self._packed(kwargs)
         if not added + stored and (starts is None or self._native):
             _check_filled_with(past, self.prefix)
-            self._begin(None)
+            self._begin(None, kwargs)
             return (), kwargs | ({"document_starts": starts} if self._native else {})
         _check(kwargs, cache, added)
         if added and self.places.anatomy.positions == "relative":
@@ -148,7 +155,7 @@ class Entrance:
             change = self._streaming(kwargs, starts, batch, added, cache)
         else:
             change = self._mask_change(starts, batch, added or stored, past, inputs.device)
-        self._begin(change, added, kwargs.get("position_ids"), cache if streams else None)
+        self._begin(change, kwargs, added, cache if streams else None)
         if "position_ids" not in self._parameters:
             kwargs.pop("position_ids", None)
         return (), kwargs
@@ -169,13 +176,10 @@ class Entrance:
         return _without(output, call.prefix)
 
     def _begin(
-        self,
-        change: masks.MaskChange | None,
-        prefix: int = 0,
-        positions: torch.Tensor | None = None,
-        xl_cache: Any = None,
+        self, change: masks.MaskChange | None, kwargs: dict[str, Any], prefix: int = 0, xl_cache: Any = None
     ) -> None:
-        _call.set(_Call(self, masks.begin(change), _call.get(), prefix, positions, xl_cache))
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        _call.set(_Call(self, masks.begin(change), _call.get(), prefix, positions, xl_cache, mask))
 
     def _end(self) -> _Call | None:
         call = _call.get()
@@ -253,8 +257,9 @@ class Entrance:
         stack = self.places.stack
         if stack.training and any(getattr(part, "gradient_checkpointing", False) for part in stack.modules()):
             raise UsageError("gradient checkpointing leaves this model without its cache: set xl_length = 0")
+        given = dict(kwargs)
         documents = open_segment(cache, kwargs, starts)
-        self._begin(masks.MaskChange(self.places.stack.config, documents=documents), xl_cache=cache)
+        self._begin(masks.MaskChange(self.places.stack.config, documents=documents), given, xl_cache=cache)
         return kwargs
 
     def _mask_change(
@@ -308,7 +313,7 @@ class Entrance:
             kwargs["encoder_attention_mask"] = torch.cat([mask.new_ones(len(mask), prefix), mask], dim=1)
         bias = self._bias(prefix, source.device) if source is not None else None
         config: Any = decoder.config
-        self._begin(None if bias is None else masks.MaskChange(config, prefix, bias, cross=True))
+        self._begin(None if bias is None else masks.MaskChange(config, prefix, bias, cross=True), kwargs)
         return (), kwargs
 
     def _leave_decoder(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

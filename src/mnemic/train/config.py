@@ -53,6 +53,9 @@ class TrainConfig(Config):
         1, "how many rows of a batch are consecutive segments of one text, if batching = consecutive"
     )
     learning_rate: float = option(3e-4, "the schedule's learning rate: its peak, or for rsqrt its factor")
+    values_rate: float = option(
+        10.0, "learning rate of tables of values (product keys), as a multiple of that of everything else"
+    )
     warmup: int = option(100, "steps in which the learning rate rises linearly from zero")
     schedule: str = option("cosine", "learning rate after the warm-up: constant, linear, cosine, inverse-sqrt, rsqrt")
     optimizer: str = option("adamw", "adamw or adafactor")
@@ -87,7 +90,7 @@ class TrainConfig(Config):
             "consecutive",
         ):
             self._at_least(name, 1)
-        for name in ("learning_rate", "warmup", "weight_decay", "clip", "evaluate_every", "seed"):
+        for name in ("learning_rate", "values_rate", "warmup", "weight_decay", "clip", "evaluate_every", "seed"):
             self._at_least(name, 0)
         if self.consecutive > 1 and self.batching != "consecutive":
             raise UsageError(f"TrainConfig.consecutive = {self.consecutive} needs batching = 'consecutive'")

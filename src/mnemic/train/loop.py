@@ -44,6 +44,7 @@ from mnemic.train.objectives import Batch, check_length, make_objective
 from mnemic.train.optimizers import load_optimizer_tensors, make_optimizer, optimizer_tensors, select_trainable
 from mnemic.train.processes import Processes, check_divisible
 from mnemic.train.report import Log, commit, versions, write_report
+from mnemic.train.rows import clip_gradients
 from mnemic.train.run import Progress, Run, finished_report, refuse_to_overwrite
 from mnemic.train.schedules import learning_rate
 from mnemic.train.state import mode, random_state, set_random_state, untouched
@@ -157,8 +158,7 @@ class Loop:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.div_(max(count, 1))
-        norm = self.accelerator.clip_grad_norm_(self.parameters.values(), config.clip or math.inf)
-        self.norm = float(norm)
+        self.norm = clip_gradients(self.parameters.values(), config.clip)
         if not math.isfinite(total) or not math.isfinite(self.norm):
             self.break_down(f"the loss is {total / max(count, 1)} and the norm of the gradient {self.norm}")
         for group in self.optimizer.param_groups:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mnemic.errors import UsageError
 from mnemic.train.config import OPTIMIZERS, TrainConfig
+from mnemic.train.rows import Adafactor, AdamW
 
 
 def select_trainable(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
@@ -38,7 +39,8 @@ def make_optimizer(parameters: dict[str, nn.Parameter], config: TrainConfig) -> 
 
 def adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay (arXiv:1711.05101)."""
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.betas[0], config.betas[1]))
+    betas = (config.betas[0], config.betas[1])
+    return AdamW(groups, lr=config.learning_rate, betas=betas, rows_rate=config.values_rate)
 
 
 def adafactor(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
@@ -46,7 +48,7 @@ def adafactor(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.
 
     That bound is what rsqrt reaches after its warm-up, so with rsqrt and rate 1.0 this is Memorizing Transformers'.
     """
-    return torch.optim.Adafactor(groups, lr=config.learning_rate)
+    return Adafactor(groups, lr=config.learning_rate, rows_rate=config.values_rate)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -151,15 +151,14 @@ class Processes:
         """
         if self.count == 1:
             return list(numbers)
-        for name, parameter in parameters.items():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise UsageError(f"{name} has a sparse gradient: train this model in one process")
         sums = self.sum(*numbers, *(int(parameter.grad is not None) for parameter in parameters.values()))
         by_kind: dict[torch.dtype, list[Tensor]] = {}
         for parameter, somewhere in zip(parameters.values(), sums[len(numbers) :], strict=True):
             if somewhere and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = self._add_rows(parameter.grad.coalesce())
+            elif parameter.grad is not None:
                 by_kind.setdefault(parameter.grad.dtype, []).append(parameter.grad)
         for gradients in by_kind.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -169,6 +168,21 @@ class Processes:
             for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
         return sums[: len(numbers)]
+
+    def _add_rows(self, grad: Tensor) -> Tensor:
+        """The sum over the processes of a sparse gradient, of which each has rows of its own."""
+        rows, values, sizes = grad.indices()[0], grad.values(), self.collect(grad._nnz())
+        most = max(sizes)
+        gathered = []
+        for part in (rows, values):
+            padded = part.new_zeros(most, *part.shape[1:])
+            padded[: len(part)] = part
+            everyone = [torch.empty_like(padded) for _ in sizes]
+            with self._others_needed():
+                dist.all_gather(everyone, padded)
+            gathered.append(torch.cat([theirs[:size] for theirs, size in zip(everyone, sizes, strict=True)]))
+        summed = torch.sparse_coo_tensor(gathered[0][None], gathered[1], grad.shape, check_invariants=False)
+        return summed.coalesce()
 
 
 def check_divisible(model: nn.Module, processes: Processes, config: TrainConfig) -> None:

@@ -1,0 +1,77 @@
+"""A way into the feed-forward of single layers: what is added to its output, or put in its place.
+
+A feed-forward is one module, or several that a block calls one after the other: its input enters the first, and what
+leaves the last goes to dropout and the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from mnemic.hf.entrance import mask_being_read
+
+Add = Callable[[Tensor, Tensor | None], Tensor]
+"""What is added, given the feed-forward's input (..., d) and which of its tokens are real, (tokens,), None for all."""
+
+_input: ContextVar[Tensor | None] = ContextVar("mnemic_feed_forward_input", default=None)
+
+
+class FeedForwardHook:
+    """Adds to what the feed-forward of one layer puts out.
+
+    instead: modules that compute in place of the layer's own; empty: nothing does, and what is added stands alone;
+    None: the layer's own stay.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], add: Add, instead: Sequence[nn.Module] | None = None) -> None:
+        self.add, self.instead = add, instead
+        self.first, self.last = modules[0], modules[-1]
+        self._hooks: list[Any] = []
+        self.switch(True)
+
+    def switch(self, on: bool) -> None:
+        """Takes part, or leaves the layer exactly as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for module in (self.first, self.last):
+            vars(module).pop("forward", None)
+        if not on:
+            return
+        self._hooks = [
+            self.first.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.last.register_forward_hook(self._leave),
+        ]
+        if self.instead is not None:  # a hook cannot keep a module from computing
+            self.last.forward = self._compute_last
+            self.first.forward = self._compute_last if self.first is self.last else self._compute_first
+
+    def _enter(self, _: nn.Module, args: tuple, named: dict[str, Any]) -> None:
+        _input.set((*args, *named.values())[0])
+
+    def _leave(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
+        entered = _input.get()
+        _input.set(None)
+        return output if entered is None else output + self.add(entered, real_tokens(entered))
+
+    def _compute_first(self, *args: Any, **named: Any) -> Tensor:
+        return self.instead[0](*args, **named) if self.instead else args[0]
+
+    def _compute_last(self, *args: Any, **named: Any) -> Any:
+        if self.instead:
+            return self.instead[-1](*args, **named)
+        entered = _input.get()
+        return 0 if entered is None else entered.new_zeros(())
+
+
+def real_tokens(states: Tensor) -> Tensor | None:
+    """Which tokens of what a module got, (..., d), are no padding, (tokens,); None if all are or nothing is known."""
+    mask, tokens = mask_being_read(), states.shape[:-1].numel()
+    if mask is None or mask.ndim != 2 or tokens % len(mask) or tokens > mask.numel():
+        return None
+    real = mask[:, -(tokens // len(mask)) :].reshape(-1).bool()
+    return None if real.all() else real

@@ -1,0 +1,141 @@
+"""Product keys go beside the feed-forward of single layers, or in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mnemic.errors import UnsupportedModel, UsageError
+from mnemic.hf.anatomy import Places
+from mnemic.hf.entrance import Entrance
+from mnemic.hf.feed_forward import FeedForwardHook
+from mnemic.memories.base import Handle
+from mnemic.memories.product_keys.config import ProductKeys
+from mnemic.memories.product_keys.layer import ProductKeyLayer, ValueTable, repeated
+from mnemic.memories.product_keys.usage import Usage
+
+SHARED = "shared"
+
+
+class Attached(Handle):
+    """Product keys in one model: `layers` find slots, `tables` hold values, `renewed` are new feed-forwards."""
+
+    config: ProductKeys
+
+    def __init__(self, config: ProductKeys, numbers: list[int], width: int, norm: str) -> None:
+        super().__init__(config)
+        self.numbers = numbers
+        self.layers, self.tables, self.renewed = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
+        sizes = {"slots": config.slots, "heads": config.heads, "k": config.k, "key_dim": config.key_dim}
+        for number in numbers:
+            self.layers[str(number)] = ProductKeyLayer(
+                width, **sizes, norm=norm, cosine=config.cosine, gated=config.gated
+            )
+        for name in [SHARED] if config.shared else self.layers:
+            dtype = getattr(torch, config.dtype)
+            self.tables[name] = ValueTable(config.slots, width, config.start == "zeros", dtype)
+        self._counting: list[Usage] = []
+        self._places: list[LayerPlace] = []
+
+    @classmethod
+    def attach(cls, config: ProductKeys, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
+        check(places)
+        blocks = places.every_feed_forward
+        numbers = config.layers or config.usual_layers(len(blocks))
+        if outside := [number for number in numbers if not 0 <= number < len(blocks)]:
+            raise UsageError(
+                f"ProductKeys.layers = {config.layers}: {type(places.stack).__name__} has the layers 0 to "
+                f"{len(blocks) - 1}, and not {outside[0]}"
+            )
+        causal = places.anatomy.kind == "causal"
+        norm = {"auto": "layer" if causal else "batch"}.get(config.query_norm, config.query_norm)
+        weight = next(places.blocks[0].parameters())
+        handle = cls(config, numbers, places.stack.config.hidden_size, norm).to(weight.device)  # type: ignore[union-attr]
+        if weight.dtype == torch.float64:
+            handle.to(torch.float64)
+        for number in numbers:
+            handle._put_into(number, blocks[number], places)
+        return handle
+
+    def _put_into(self, number: int, modules: list[nn.Module], places: Places) -> None:
+        instead: list[nn.Module] | None = None
+        if self.config.feed_forward == "replace":
+            instead = []
+        elif self.config.feed_forward == "renew":
+            self.renewed[str(number)] = nn.ModuleList(renewed(module, places.stack) for module in modules)
+            instead = list(self.renewed[str(number)])  # type: ignore[arg-type]
+        self._places.append(LayerPlace(self, number, modules, instead))
+
+    def switch(self, on: bool) -> None:
+        for place in self._places:
+            place.hook.switch(on)
+
+    def table(self, number: int) -> ValueTable:
+        """The values that a layer reads."""
+        table: Any = self.tables[SHARED if self.config.shared else str(number)]
+        return table
+
+    def read_slots(self, number: int, states: Tensor, real: Tensor | None) -> Tensor:
+        """PKM(x) for the input (..., d) of a layer's feed-forward; 0 where a token is padding."""
+        layer: Any = self.layers[str(number)]
+        flat = states.reshape(-1, states.shape[-1])
+        tokens = flat if real is None else flat[real]
+        slots, weights = layer.find(tokens)
+        if self._counting and not repeated():
+            for usage in self._counting:
+                usage.add(number, slots, weights)
+        found = layer.finish(self.table(number)(slots, weights), tokens)
+        if real is not None:
+            found = torch.zeros_like(flat).masked_scatter(real[:, None], found)
+        return found.view_as(states)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[Usage]:
+        """Within this context counts which slots are read, how often and with what weight: see `Usage`."""
+        usage = Usage(self.numbers, self.config.heads, self.config.slots)
+        self._counting.append(usage)
+        try:
+            yield usage
+        finally:
+            self._counting.remove(usage)
+
+
+class LayerPlace:
+    """One layer with a memory."""
+
+    def __init__(
+        self, handle: Attached, number: int, modules: list[nn.Module], instead: list[nn.Module] | None
+    ) -> None:
+        self.handle, self.number = handle, number
+        self.hook = FeedForwardHook(modules, self.add, instead)
+
+    def add(self, states: Tensor, real: Tensor | None) -> Tensor:
+        return self.handle.read_slots(self.number, states, real)
+
+
+def check(places: Places) -> None:
+    """UnsupportedModel if a model has no feed-forward that a memory could be put beside."""
+    name, config = type(places.stack).__name__, places.stack.config
+    if places.anatomy.positions == "recurrent":
+        raise UnsupportedModel(f"{name} has no feed-forward layers, beside which product keys are put")
+    if getattr(config, "chunk_size_feed_forward", 0):
+        raise UnsupportedModel(
+            f"{name} cuts what goes through its feed-forward into chunks, which hides where padding is: set "
+            "config.chunk_size_feed_forward = 0"
+        )
+
+
+def renewed(module: nn.Module, stack: Any) -> nn.Module:
+    """A copy with new weights, drawn as the model draws them."""
+    copied = copy.deepcopy(module)
+    for part in copied.modules():
+        for tensor in part.parameters(recurse=False):
+            tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+        part._is_hf_initialized = False  # type: ignore[assignment]
+        stack._init_weights(part)
+    return copied

@@ -1,0 +1,200 @@
+"""The mathematics of product-key memory, in plain torch.
+
+Large Memory Layers with Product Keys (arXiv 1907.05242), section 3, for one token x of width d:
+
+    q_h = norm(W_h x + b_h)                                a query for each head h, cut into halves q_h1, q_h2
+    s_h(i, j) = q_h1 . c_h1i + q_h2 . c_h2j                the score of slot (i, j): C sub-keys in each half, C^2 slots
+    I_h = the k slots with the largest s_h                 exact: see `best_pairs`
+    w_h = softmax of s_h over I_h
+    PKM(x) = sum_h sum_{i in I_h} w_h(i) v_i               one table of values v for all heads
+
+Large Product Key Memory for Pretrained Language Models (arXiv 2010.03881), section 4.2, puts it into a block as
+x' = LN(x + a FFN(x) + b PKM(x)); that is done in `attach.py`.
+
+Options that came later (arXiv 2412.09764): PKM'(x) = W_o (silu(W_g x) * PKM(x)), and s_h by cosines with a learned
+scale.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ProductKeyLayer(nn.Module):
+    """Queries and keys of one layer: finds the slots that tokens read, and reads them from a table of values."""
+
+    def __init__(
+        self,
+        width: int,
+        slots: int,
+        heads: int = 4,
+        k: int = 32,
+        key_dim: int = 256,
+        norm: str = "batch",
+        cosine: bool = False,
+        gated: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads, self.k, self.codebook = heads, k, math.isqrt(slots)
+        self.query = nn.Linear(width, heads * key_dim)
+        self.norm = {"batch": QueryBatchNorm, "layer": HeadLayerNorm, "none": NoNorm}[norm](heads, key_dim)
+        self.keys = nn.Parameter(torch.empty(heads, 2, self.codebook, key_dim // 2))
+        nn.init.uniform_(self.keys, -(key_dim**-0.5), key_dim**-0.5)
+        self.scale = nn.Parameter(torch.full((heads,), 10.0)) if cosine else None
+        self.gate = nn.Linear(width, width, bias=False) if gated else None
+        self.out = nn.Linear(width, width, bias=False) if gated else None
+
+    def forward(self, x: Tensor, values: ValueTable) -> Tensor:
+        """PKM(x) for tokens (N, d)."""
+        slots, weights = self.find(x)
+        return self.finish(values(slots, weights), x)
+
+    def find(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """I and w: the slots that each token reads in each head, best first, and their weights, (N, heads, k) each."""
+        halves = self.norm(self.query(x)).view(len(x), 2 * self.heads, -1).transpose(0, 1)  # (2 heads, N, key_dim / 2)
+        keys = self.keys.flatten(0, 1)
+        if self.scale is not None:
+            halves, keys = F.normalize(halves, dim=-1), F.normalize(keys, dim=-1)
+        scores = halves @ keys.transpose(1, 2)  # (2 heads, N, C)
+        best, pairs = best_pairs(scores.view(self.heads, 2, len(x), -1), self.k)
+        if self.scale is not None:
+            best = best * self.scale[:, None, None]
+        return pairs.transpose(0, 1), best.softmax(-1).transpose(0, 1)
+
+    def finish(self, read: Tensor, x: Tensor) -> Tensor:
+        """What was read as it goes back into the model: gated, if it is."""
+        read = read.to(x.dtype)
+        return read if self.gate is None or self.out is None else self.out(F.silu(self.gate(x)) * read)
+
+
+def best_pairs(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best sums of a score of the first half and one of the second, and the slots C i + j they belong to.
+
+    scores: (heads, 2, N, C); both results are (heads, N, k), the best first. A pair of the a-th best of one half and
+    the b-th best of the other has at least a b - 1 pairs that are as good, so only pairs with a b <= k are looked at:
+    about k log k of the k^2, and none that is left out could have been among the best.
+    """
+    codebook = scores.shape[-1]
+    halves, places = scores.topk(min(k, codebook), dim=-1)
+    rank = torch.arange(1, halves.shape[-1] + 1, device=scores.device)
+    first, second = (rank[:, None] * rank <= k).nonzero(as_tuple=True)
+    sums = halves[:, 0, :, first] + halves[:, 1, :, second]
+    best, at = sums.topk(min(k, codebook**2), dim=-1)
+    slots = places[:, 0].gather(-1, first[at]) * codebook + places[:, 1].gather(-1, second[at])
+    return best, slots
+
+
+class ValueTable(nn.Module):
+    """The values: one row for each slot, of which a token reads few.
+
+    The gradient is sparse: it has the rows that were read and no others. `sparse` says so to optimisers.
+    """
+
+    sparse = True
+
+    def __init__(self, slots: int, width: int, zeros: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(slots, width, dtype=dtype))
+        self.learning: Tensor | None = None  # (slots,): which rows learn; None: all
+        if zeros:
+            nn.init.zeros_(self.weight)
+        else:
+            nn.init.normal_(self.weight, std=width**-0.5)
+
+    def forward(self, slots: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of the rows that each token reads in all heads: (N, heads, k) to (N, d)."""
+        return WeightedRows.apply(self.weight, slots.flatten(1), weights.flatten(1), self.learning)
+
+
+class WeightedRows(torch.autograd.Function):
+    """y_n = sum_j w_nj v_(i_nj), with a gradient of v that has one row for each slot that was read.
+
+    dL/dv_i = sum of w_nj dL/dy_n over all (n, j) that read slot i: the same weighted sum the other way round, of rows of
+    dL/dy, so that nothing as large as (reads, d) or as the table is ever made.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, slots: Tensor, weights: Tensor, learning: Tensor | None) -> Tensor:
+        ctx.save_for_backward(values, slots, weights, learning)
+        return F.embedding_bag(slots, values, per_sample_weights=weights.to(values.dtype), mode="sum")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:  # type: ignore[override]
+        values, slots, weights, learning = ctx.saved_tensors
+        for_values = for_weights = None
+        if ctx.needs_input_grad[0]:
+            for_values = _gradient_of_rows(values, slots, weights.to(grad.dtype), grad, learning)
+        if ctx.needs_input_grad[2]:
+            for_weights = _products(values, slots, grad).to(weights.dtype)
+        return for_values, None, for_weights, None
+
+
+def _gradient_of_rows(values: Tensor, slots: Tensor, weights: Tensor, grad: Tensor, learning: Tensor | None) -> Tensor:
+    ordered, order = slots.flatten().sort()
+    rows, counts = torch.unique_consecutive(ordered, return_counts=True)
+    if learning is not None:
+        keep = learning[rows]
+        order = order[keep.repeat_interleave(counts)]
+        rows, counts = rows[keep], counts[keep]
+    tokens = order // slots.shape[1]
+    begins = counts.cumsum(0) - counts
+    sums = F.embedding_bag(tokens, grad, begins, per_sample_weights=weights.flatten()[order], mode="sum")
+    return torch.sparse_coo_tensor(
+        rows[None], sums.to(values.dtype), values.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _products(values: Tensor, slots: Tensor, grad: Tensor, at_once: int = 16) -> Tensor:
+    """v_(i_nj) . dL/dy_n, (N, reads), for a few tokens at a time: their rows fit into the processor's cache."""
+    found = grad.new_empty(slots.shape)
+    for first in range(0, len(slots), at_once):
+        some = slice(first, first + at_once)
+        rows = values[slots[some]].to(grad.dtype)
+        torch.bmm(rows, grad[some].unsqueeze(-1), out=found[some].unsqueeze(-1))
+    return found
+
+
+class QueryBatchNorm(nn.BatchNorm1d):
+    """Normalises each number of the queries over the tokens of a batch; by what it has seen so far in evaluation.
+
+    A token cannot be normalised alone, and a forward that is repeated for its gradient adds nothing to what was seen.
+    """
+
+    def __init__(self, heads: int, key_dim: int) -> None:
+        super().__init__(heads * key_dim)
+
+    def forward(self, queries: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(queries)
+        if len(queries) < 2:
+            return F.batch_norm(queries, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        if repeated():
+            return F.batch_norm(queries, None, None, self.weight, self.bias, training=True, eps=self.eps)
+        return super().forward(queries)
+
+
+class HeadLayerNorm(nn.LayerNorm):
+    """Normalises the query of each head by itself, so that no token depends on another one."""
+
+    def __init__(self, heads: int, key_dim: int) -> None:
+        super().__init__(key_dim)
+
+    def forward(self, queries: Tensor) -> Tensor:
+        return super().forward(queries.view(len(queries), -1, *self.normalized_shape)).flatten(1)
+
+
+class NoNorm(nn.Identity):
+    """Leaves queries as they are."""
+
+    def __init__(self, heads: int, key_dim: int) -> None:
+        super().__init__()
+
+
+def repeated() -> bool:
+    """Whether a forward is run once more within a backward pass, as activation checkpointing does."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,132 @@
+"""Optimisers for tables of which a step reads few rows: what a step costs, and keeps, follows what was read.
+
+A table has a sparse gradient (`ValueTable`, or nn.Embedding(sparse=True)). Each of its rows is trained by Adam as if it
+were a parameter of its own, which takes part in those steps only in which it was read: rows that were not read stay
+as they are to the last bit, are not decayed, and have no moments. Everything else is left to the usual optimiser.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+AT_ONCE = 256  # rows: with their moments and gradients they fit into the processor's cache
+SPARE = 1.25  # room for rows to come, by which moments grow
+EPS = 1e-8
+
+
+class ByRows:
+    """What an optimiser gains: tables are trained by rows, at `rows_rate` times the learning rate of their group.
+
+    clip: the largest norm of the gradient, for training loops whose own clipping knows no sparse gradients
+    (`transformers.Trainer`: set max_grad_norm=0 there); 0 does not clip.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def __init__(self, params: Any, *args: Any, rows_rate: float = 10.0, clip: float = 0.0, **kwargs: Any) -> None:
+        self.rows_rate, self.clip = rows_rate, clip
+        super().__init__(params, *args, **kwargs)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Updates all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        every = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.clip:
+            clip_gradients([parameter for _, parameter in every], self.clip)
+        tables = [(group, p, p.grad) for group, p in every if p.grad.is_sparse]
+        for group, table, grad in tables:
+            betas = group.get("betas", (0.9, 0.999))
+            update_rows(table, grad, self.state[table], self.rows_rate * group["lr"], betas)
+            table.grad = None
+        super().step()  # type: ignore[misc]
+        for _, table, grad in tables:
+            table.grad = grad
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; torch would make all of a state what the parameter is, row numbers too."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        mine = (p for group in self.param_groups for p in group["params"])
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for parameter, number in zip(mine, numbers, strict=True):
+            if "place" in (kept := state_dict["state"].get(number, {})):
+                self.state[parameter] = {name: value.to(parameter.device) for name, value in kept.items()}
+
+
+class AdamW(ByRows, torch.optim.AdamW):
+    """torch's AdamW, and Adam by rows for tables with sparse gradients."""
+
+
+class Adafactor(ByRows, torch.optim.Adafactor):
+    """torch's Adafactor, and Adam by rows for tables with sparse gradients."""
+
+
+def update_rows(table: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float, betas: tuple[float, float]) -> None:
+    """One step of Adam for the rows in a sparse gradient.
+
+    State: `place`, where each row of the table has its moments, -1 for none; `moment` and `square`, the averages of
+    gradients and of their squares; `times`, how often each was read.
+    """
+    grad = grad.coalesce()
+    rows, values, (first, second) = grad.indices()[0], grad.values(), betas
+    places = _places(table, rows, state)
+    moment, square, times = state["moment"], state["square"], state["times"]
+    for begin in range(0, len(rows), AT_ONCE):
+        some = slice(begin, begin + AT_ONCE)
+        row, place, g = rows[some], places[some], values[some].to(moment.dtype)
+        m = moment[place].lerp_(g, 1 - first)
+        v = square[place].mul_(second).addcmul_(g, g, value=1 - second)
+        t = times[place].add_(1)
+        moment[place], square[place], times[place] = m, v, t
+        root = v.div_((1 - second**t)[:, None]).sqrt_().add_(EPS)
+        step = m.div_((1 - first**t)[:, None]).div_(root)
+        table[row] = table[row].to(m.dtype).sub_(step, alpha=rate).to(table.dtype)
+
+
+def _places(table: Tensor, rows: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Where the moments of rows are; those that were never read before get some."""
+    kind = torch.float64 if table.dtype == torch.float64 else torch.float32
+    if "place" not in state:
+        state["place"] = torch.full((len(table),), -1, dtype=torch.int32, device=table.device)
+        for name, shape in (("moment", (0, table.shape[1])), ("square", (0, table.shape[1])), ("times", (0,))):
+            state[name] = torch.zeros(shape, dtype=kind, device=table.device)
+        state["used"] = torch.zeros((), dtype=torch.int64)
+    place, used = state["place"], int(state["used"])
+    new = rows[place[rows] < 0]
+    needed = used + len(new)
+    if needed > len(state["times"]):
+        size = min(max(math.ceil(SPARE * len(state["times"])), needed), len(table))
+        for name in ("moment", "square", "times"):
+            grown = state[name].new_zeros(size, *state[name].shape[1:])
+            grown[:used] = state[name][:used]
+            state[name] = grown
+    place[new] = torch.arange(used, needed, dtype=torch.int32, device=table.device)
+    state["used"] += len(new)
+    return place[rows].long()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
+    """The norm of all gradients together, which are scaled down if it is above `largest`; sparse ones count too."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+                gradients.append(parameter.grad._values())
+            else:
+                gradients.append(parameter.grad)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if largest and norm > largest:
+        for gradient in gradients:
+            gradient.mul_(largest / (norm.to(gradient.device) + 1e-6))
+    return float(norm)
