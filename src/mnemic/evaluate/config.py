@@ -16,6 +16,7 @@ METRICS = Registry(
         "bleu": "mnemic.evaluate.translation:bleu",
         "frequency_buckets": "mnemic.evaluate.frequencies:frequency_buckets",
         "retrieval_accuracy": "mnemic.evaluate.retrieval:retrieval_accuracy",
+        "memory_usage": "mnemic.evaluate.usage:memory_usage",
     },
 )
 
@@ -25,7 +26,8 @@ class EvaluateConfig(Config):
     """What to measure, and how a document is cut for it."""
 
     metrics: list[str] = option(
-        ["perplexity"], "what to measure: perplexity, masked_loss, bleu, frequency_buckets, retrieval_accuracy"
+        ["perplexity"],
+        "what to measure: perplexity, masked_loss, bleu, frequency_buckets, retrieval_accuracy, memory_usage",
     )
     split: str = option("valid", "the part of the corpus to measure on: train, valid, test or all")
     window: int = option(512, "tokens that the model reads at once")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,11 +14,15 @@ from mnemic.train.objectives import Batch, Objective, check_length, make_objecti
 
 
 def masked_loss(model: Any, tokenizer: Any, text: Text, config: EvaluateConfig) -> dict[str, Any]:
-    """The mean loss, in nats, of tokens hidden as in training; which ones depends on the seed and the window alone."""
+    """The mean loss of tokens hidden as in training, in nats and as a perplexity of the hidden tokens.
+
+    Which ones are hidden depends on the seed and the window alone.
+    """
     objective = make_objective("masked", model, tokenizer, config.seed)
     check_length(model, config.window, "window")
     total, count = total_loss(objective, hidden_windows(text.tokens, config, objective), None)
-    return {"masked_loss": total / count if count else None, "masked_tokens": count}
+    mean = total / count if count else None
+    return {"masked_loss": mean, "masked_perplexity": mean and math.exp(mean), "masked_tokens": count}
 
 
 def hidden_windows(

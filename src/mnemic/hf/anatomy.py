@@ -24,8 +24,8 @@ class Anatomy(Config):
     attention: str = option("self_attn", "path, inside a block, of its self-attention")
     feed_forward: list[str] = option(
         ["mlp"],
-        "paths, inside a block, of the modules that make up its feed-forward: its input enters the first, what leaves the "
-        "last is added to the residual stream",
+        "paths, inside a block, of the modules that make up its feed-forward: its input enters the first, and what "
+        "leaves the last is added to the residual stream",
     )
     positions: Literal["rotary", "absolute", "relative", "alibi", "recurrent"] = option(
         "rotary",

@@ -78,7 +78,7 @@ def prefix_being_read() -> int:
 
 
 def mask_being_read() -> torch.Tensor | None:
-    """Which positions are no padding, (batch, cached and new ones), in the forward that is under way, if that was told."""
+    """Which positions are no padding, (batch, cached and new ones), in what is read now, if that was told."""
     call = _call.get()
     return None if call is None else call.mask
 

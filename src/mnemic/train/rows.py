@@ -31,7 +31,7 @@ class ByRows:
 
     def __init__(self, params: Any, *args: Any, rows_rate: float = 10.0, clip: float = 0.0, **kwargs: Any) -> None:
         self.rows_rate, self.clip = rows_rate, clip
-        super().__init__(params, *args, **kwargs)
+        super().__init__(params, *args, **kwargs)  # type: ignore[call-arg]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

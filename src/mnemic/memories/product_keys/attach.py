@@ -55,7 +55,8 @@ class Attached(Handle):
         causal = places.anatomy.kind == "causal"
         norm = {"auto": "layer" if causal else "batch"}.get(config.query_norm, config.query_norm)
         weight = next(places.blocks[0].parameters())
-        handle = cls(config, numbers, places.stack.config.hidden_size, norm).to(weight.device)  # type: ignore[union-attr]
+        width: int = places.stack.config.hidden_size  # type: ignore[union-attr, assignment]
+        handle = cls(config, numbers, width, norm).to(weight.device)
         if weight.dtype == torch.float64:
             handle.to(torch.float64)
         for number in numbers:
@@ -67,8 +68,8 @@ class Attached(Handle):
         if self.config.feed_forward == "replace":
             instead = []
         elif self.config.feed_forward == "renew":
-            self.renewed[str(number)] = nn.ModuleList(renewed(module, places.stack) for module in modules)
-            instead = list(self.renewed[str(number)])  # type: ignore[arg-type]
+            instead = [renewed(module, places.stack) for module in modules]
+            self.renewed[str(number)] = nn.ModuleList(instead)
         self._places.append(LayerPlace(self, number, modules, instead))
 
     def switch(self, on: bool) -> None:

@@ -114,8 +114,8 @@ class ValueTable(nn.Module):
 class WeightedRows(torch.autograd.Function):
     """y_n = sum_j w_nj v_(i_nj), with a gradient of v that has one row for each slot that was read.
 
-    dL/dv_i = sum of w_nj dL/dy_n over all (n, j) that read slot i: the same weighted sum the other way round, of rows of
-    dL/dy, so that nothing as large as (reads, d) or as the table is ever made.
+    dL/dv_i = sum of w_nj dL/dy_n over all (n, j) that read slot i: the same weighted sum the other way round, of
+    rows of dL/dy, so that nothing as large as (reads, d) or as the table is ever made.
     """
 
     @staticmethod
@@ -124,7 +124,7 @@ class WeightedRows(torch.autograd.Function):
         return F.embedding_bag(slots, values, per_sample_weights=weights.to(values.dtype), mode="sum")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         values, slots, weights, learning = ctx.saved_tensors
         for_values = for_weights = None
         if ctx.needs_input_grad[0]:
