@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tables.models import Model, Trained
+from tables.models import Model, Trained, described
 from tables.readme import put_table
 from tables.settings import Settings, identity
 
@@ -150,11 +150,11 @@ class Measurement:
         self.testing, self.settings = row.testing, settings
         self.places = {column: table.columns[column] for column in row.paper}
         self.model = Model(row.trained, settings, seed, runs)
-        self.tested: list[Any] = [settings.text(settings.tested).to_dict(), settings.evaluate]
+        self.tested: list[Any] = [described(settings.text(settings.tested)), settings.evaluate]
         if (testing := row.testing) is not None:
             self.tested += [testing.config(settings, None).to_dict(), testing.tune_long, settings.tune]
             if testing.store:
-                self.tested += [settings.text(testing.store).to_dict(), settings.store]
+                self.tested += [described(settings.text(testing.store)), settings.store]
         self.identity = identity(self.model.identity, self.tested, sorted(self.places.values()))
         self._loaded: Any = None
         self._store: Any = None
@@ -182,6 +182,11 @@ class Measurement:
             "versions": versions(),
             "machine": machine(),
         }
+
+    @property
+    def usual(self) -> str:
+        """The metric of which each kind of model has one."""
+        return "masked_loss" if self.model.masked else "perplexity"
 
     def splits(self) -> list[str]:
         """The splits that figures are of."""
@@ -219,19 +224,20 @@ class Measurement:
     def evaluate(self, split: str, tuned: dict[str, Any] | None) -> dict[str, Any]:
         """The figures of a split, and how fast they were made."""
         places = [place.split("/") for place in self.places.values()]
-        metrics = sorted({name for first, name, *_ in places if first == split and name in METRICS} | {"perplexity"})
+        metrics = sorted({name for first, name, *_ in places if first == split and name in METRICS} | {self.usual})
         found: dict[str, Any] = {}
         for metric in metrics:
             measure = partial(self.measure, split, metric, tuned["settings"] if tuned else {})
             found |= self.model.kept([split, metric, self.tested], measure)
-        return found | {"tokens_per_second": found["tokens"] / found["seconds"]}
+        tokens = found["masked_tokens" if self.model.masked else "tokens"]
+        return found | {"tokens_per_second": tokens / found["seconds"]}
 
     def measure(self, split: str, metric: str, tuned: dict[str, Any]) -> dict[str, Any]:
-        """The figures of one metric, and the seconds that perplexity takes."""
+        """The figures of one metric, and the seconds that the usual one takes."""
         model, (tokenizer, corpus, how) = self.loaded(**tuned), self.text(split, metrics=[metric])
         began = time.monotonic()
         result = evaluate(model, tokenizer, corpus, how)
-        seconds = {"seconds": time.monotonic() - began} if metric == "perplexity" else {}
+        seconds = {"seconds": time.monotonic() - began} if metric == self.usual else {}
         known = {*how.to_dict(), "versions", "model", "corpus"}
         return {name: value for name, value in result.items() if name not in known} | seconds
 

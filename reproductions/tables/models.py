@@ -23,7 +23,7 @@ import torch
 from tables.drill import Drill, drilled
 from tables.pretrained import PRETRAINED, unpacked
 from tables.settings import Settings, identity
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import mnemic
 from mnemic.augment import AugmentedModel, augment
@@ -36,7 +36,8 @@ from mnemic.train import train
 from mnemic.train.report import commit
 from mnemic.train.terminal import no_other_bars
 
-THEIRS = "transformers:"
+THEIRS, MASKED = "transformers:", "masked:"
+LATER = {"values_rate": 10.0}  # settings that came after names were given, and what they were before
 HOW_OFTEN = ("out", "resume", "checkpoint_every", "keep", "log_every", "trackers")  # changes nothing in a model
 
 
@@ -48,6 +49,7 @@ class Trained:
     batching: str = "shuffled"
     memory: dict[str, Any] = field(default_factory=dict)  # of OutputMemory; empty: none
     attention: dict[str, Any] = field(default_factory=dict)  # of KNNAttention, `size` by its name; empty: none
+    product_keys: dict[str, Any] = field(default_factory=dict)  # of ProductKeys, beside the settings' own; empty: none
     start: Trained | None = None  # the model that training goes on from, with [finetune] in place of [train]
 
     def changed(self, batching: str | None = None, **memory: Any) -> Trained:
@@ -68,6 +70,11 @@ def unusual(memory: Any) -> dict[str, Any]:
         return {}
     usual = type(memory)().to_dict()
     return {name: value for name, value in memory.to_dict().items() if value != usual[name]}
+
+
+def described(text: Any) -> dict[str, Any]:
+    """A text's settings, without those that came after names were given and are as before."""
+    return {name: value for name, value in text.to_dict().items() if name != "besides" or value}
 
 
 def alone(folder: Path) -> AbstractContextManager[None]:
@@ -91,9 +98,15 @@ class Model:
         if trained.attention:
             size = settings.memory[trained.attention["size"]]
             self.memory = mnemic.KNNAttention(**{**trained.attention, "size": size})
-        vocabulary = [settings.text("home").to_dict(), settings.tokenizer, settings.vocab_size]
+        if trained.product_keys:
+            self.memory = mnemic.ProductKeys(**settings.product_keys | trained.product_keys)
+        vocabulary = [described(settings.text("home")), settings.tokenizer, settings.vocab_size]
         self.tokenizer_folder = runs / f"tokenizer-{identity(vocabulary)}"
-        steps = {name: value for name, value in config.to_dict().items() if name not in HOW_OFTEN}
+        steps = {
+            name: value
+            for name, value in config.to_dict().items()
+            if name not in HOW_OFTEN and LATER.get(name, ...) != value
+        }
         learned = unusual(self.memory)
         from_where = [] if self.start is None else [self.start.identity]
         more = [part for part in (settings.drill, settings.sinusoids) if part]
@@ -119,6 +132,11 @@ class Model:
     def pretrained(self) -> bool:
         """Whether others have trained the model."""
         return self.settings.model.startswith(PRETRAINED)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the model guesses hidden tokens."""
+        return self.settings.model.startswith(MASKED)
 
     def keep_as_it_is(self, model: Any) -> dict[str, Any]:
         """Saves a pretrained model as a run of no steps; its report."""
@@ -152,6 +170,10 @@ class Model:
         name, settings = self.settings.model, self.settings.model_settings
         if self.pretrained:
             return AutoModelForCausalLM.from_pretrained(self.unpacked())
+        if self.masked:
+            special = {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}
+            config = AutoConfig.for_model(name.removeprefix(MASKED), **settings | special)
+            return AutoModelForMaskedLM.from_config(config)
         if name.startswith(THEIRS):
             special = {token: getattr(self.tokenizer, token) for token in ("bos_token_id", "eos_token_id")}
             size = {"vocab_size": len(self.tokenizer)}
@@ -206,7 +228,7 @@ class Model:
         """A store of the text `home` or `other`, built if it is not there; open."""
         settings = {"metric": metric, **self.settings.store}
         source = self.settings.text(text)
-        name = f"{text}-{metric}-{identity(settings, source.to_dict())}"
+        name = f"{text}-{metric}-{identity(settings, described(source))}"
         path = self.folder / "stores" / name
         return mnemic.build_store(model, self.tokenizer, source.open(), path, mnemic.BuildConfig(**settings))
 

@@ -28,7 +28,9 @@ class Settings(Config):
     home: dict[str, Any] = option({}, "the text that models are trained on: see Text")
     other: dict[str, Any] = option({}, "a text of another domain, if the table has one")
     tested: str = option("home", "which of the two is tested on")
-    model: str = option("decoder", "as in `mnemic train --model`, or transformers:gpt2, or pretrained:smollm2-135m")
+    model: str = option(
+        "decoder", "as in `mnemic train --model`, or transformers:gpt2, or masked:bert, or pretrained:smollm2-135m"
+    )
     model_settings: dict[str, Any] = option({}, "settings of the model that differ")
     sinusoids: float = option(0.0, "the amplitude of sinusoids that GPT-2's positions begin as; 0: at random, as usual")
     tokenizer: str = option("word", "bpe, word or byte, trained on the home text")
@@ -42,6 +44,7 @@ class Settings(Config):
     tune: dict[str, Any] = option({}, "what differs from that in tuning, such as max_tokens")
     store: dict[str, Any] = option({}, "how stores are built: see BuildConfig")
     memory: dict[str, int] = option({}, "sizes of attention memories, by the names that rows give them")
+    product_keys: dict[str, Any] = option({}, "sizes of product-key memories: see ProductKeys")
     long: int = option(0, "the largest long-term memory that is tried in testing")
     k: int = option(1024, "the most rows of a store that are tried in testing (K)")
     seeds: list[int] = option([0], "seeds of the models")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 from mnemic.config import Config, option
@@ -29,6 +29,7 @@ class Text(Config):
     """A corpus, and how much of it is read."""
 
     corpus: str = option("", f"a corpus by name or path; {MADE} is one of German and English digits, made here")
+    besides: list[str] = option([], "corpora whose train split is read after its own")
     style: Literal["own", "wikitext"] = option("own", "wikitext: spaces around punctuation, a paragraph on a line")
     documents: dict[str, int] = option({}, "documents of each split at most")
     characters: dict[str, int] = option({}, "characters of each of a split's documents at most")
@@ -52,7 +53,8 @@ def _open(settings: str) -> Corpus:
 
 
 def _documents(corpus: Corpus, text: Text, split: str) -> list[Document]:
-    found = islice(corpus.documents(split), text.documents.get(split))
+    corpora = [corpus, *map(open_corpus, text.besides)] if split == "train" else [corpus]
+    found = islice(chain.from_iterable(one.documents(split) for one in corpora), text.documents.get(split))
     shape = wikitext_style if text.style == "wikitext" else str
     return [Document(document.id, shape(document.text[: text.characters.get(split)])) for document in found]
 

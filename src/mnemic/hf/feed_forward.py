@@ -50,6 +50,12 @@ class FeedForwardHook:
             self.last.forward = self._compute_last
             self.first.forward = self._compute_last if self.first is self.last else self._compute_first
 
+    def unused(self) -> list[nn.Parameter]:
+        """The parameters of the layer's own feed-forward, if others compute in its place."""
+        if self.instead is None:
+            return []
+        return list({id(p): p for module in (self.first, self.last) for p in module.parameters()}.values())
+
     def _enter(self, _: nn.Module, args: tuple, named: dict[str, Any]) -> None:
         _input.set((*args, *named.values())[0])
 

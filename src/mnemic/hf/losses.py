@@ -22,6 +22,30 @@ def token_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> tuple[torc
     return losses, outputs
 
 
+def masked_token_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """The negative log likelihood of `targets` (0 where ignored) for a masked model, whose head sees only their places.
+
+    Few tokens are hidden, and over a whole vocabulary logits are most of what a small model computes.
+    """
+    scored = targets != IGNORED
+
+    def only_scored(_: Any, __: Any, output: Any) -> Any:
+        states = output[0][scored].unsqueeze(0)
+        if isinstance(output, tuple):
+            return (states, *output[1:])
+        output["last_hidden_state"] = states
+        return output
+
+    hook = model.base_model.register_forward_hook(only_scored)
+    try:
+        logits = model(**inputs).logits[0]
+    finally:
+        hook.remove()
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    losses = F.cross_entropy(logits, targets[scored], reduction="none")
+    return torch.zeros(targets.shape, dtype=losses.dtype, device=losses.device).masked_scatter(scored, losses)
+
+
 def masses_of_logits(
     forward: Callable[..., Any], targets: torch.Tensor, **inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:

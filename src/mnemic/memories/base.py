@@ -89,6 +89,14 @@ class Handle(nn.Module):
     def begin_step(self, step: int, steps: int) -> None:
         """Tells how far training is, before each step."""
 
+    def tell(self) -> tuple[dict[str, float], list[str]]:
+        """What training has shown since it was last asked: figures for the log, and sentences for the user."""
+        return {}, []
+
+    def unused(self) -> list[nn.Parameter]:
+        """The parameters of the model that take no part while the memory does."""
+        return []
+
     @property
     def connected(self) -> bool:
         """Whether the memory has the store that its config names."""

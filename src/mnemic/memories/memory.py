@@ -191,6 +191,20 @@ class Memory(nn.Module):
         for handle in self.handles.values():
             handle.check_training(config, kind)
 
+    def tell(self) -> tuple[dict[str, float], list[str]]:
+        """What training has shown since it was last asked: figures for the log, and sentences for the user."""
+        figures, sentences = dict[str, float](), list[str]()
+        for name, handle in self.handles.items():
+            found, said = handle.tell()
+            figures |= {f"{name}.{key}": value for key, value in found.items()}
+            sentences += said
+        return figures, sentences
+
+    def count_parameters(self) -> int:
+        """How many numbers the model computes with: all of its parameters but those that a memory has replaced."""
+        unused = {id(parameter) for handle in self.handles.values() for parameter in handle.unused()}
+        return sum(parameter.numel() for parameter in self._owner[0].parameters() if id(parameter) not in unused)
+
     def detach(self) -> PreTrainedModel:
         """Takes every memory out and returns the model, which is its base again."""
         (model,) = self._owner

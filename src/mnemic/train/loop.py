@@ -234,10 +234,14 @@ class Loop:
         progress = self.progress
         loss = progress.loss_sum / max(progress.loss_count, 1)
         progress.loss_sum, progress.loss_count = 0.0, 0
+        told, sentences = self.objective.memory.tell() if self.objective.memory is not None else ({}, [])
         if not self.processes.is_main:
             return
+        for sentence in sentences:
+            say(sentence)
         rate = learning_rate(progress.step, self.config)
         figures = {"loss": loss, "learning_rate": rate, "gradient_norm": self.norm, "tokens": progress.tokens}
+        figures |= told
         self.log.append({"step": progress.step, **figures})
         self.accelerator.log(figures, step=progress.step)
         bar.set_postfix_str(f"loss {loss:.4f}, {self.speed():,.0f} tokens/s")

@@ -17,7 +17,7 @@ from mnemic.augment import AugmentedModel
 from mnemic.data import DocumentStreams, TokenizedCorpus, tokenize_corpus
 from mnemic.errors import UsageError
 from mnemic.hf.entrance import can_separate_documents, documents_apart
-from mnemic.hf.losses import IGNORED, token_losses
+from mnemic.hf.losses import IGNORED, masked_token_losses, token_losses
 from mnemic.hf.positions import positions
 from mnemic.train.carries import Carry
 from mnemic.train.config import OBJECTIVES
@@ -179,7 +179,7 @@ class Masked(Objective):
 
     def losses(self, batch: Batch, carry: Any) -> Tensor:
         """The negative log likelihood of the tokens that were hidden."""
-        return token_losses(self.model, batch["targets"], **self.inputs(batch))[0]
+        return masked_token_losses(self.model, batch["targets"], **self.inputs(batch))
 
 
 def make_objective(name: str, model: Any, tokenizer: Any, seed: int, label_smoothing: float = 0.0) -> Objective:

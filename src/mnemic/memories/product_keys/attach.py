@@ -18,6 +18,7 @@ from mnemic.memories.base import Handle
 from mnemic.memories.product_keys.config import ProductKeys
 from mnemic.memories.product_keys.layer import ProductKeyLayer, ValueTable, repeated
 from mnemic.memories.product_keys.usage import Usage
+from mnemic.memories.product_keys.watch import Watch
 
 SHARED = "shared"
 
@@ -40,6 +41,7 @@ class Attached(Handle):
             dtype = getattr(torch, config.dtype)
             self.tables[name] = ValueTable(config.slots, width, config.start == "zeros", dtype)
         self._counting: list[Usage] = []
+        self._watch: Watch | None = None  # while it is trained
         self._places: list[LayerPlace] = []
 
     @classmethod
@@ -87,13 +89,26 @@ class Attached(Handle):
         flat = states.reshape(-1, states.shape[-1])
         tokens = flat if real is None else flat[real]
         slots, weights = layer.find(tokens)
-        if self._counting and not repeated():
-            for usage in self._counting:
+        if not repeated():
+            for usage in self._listeners():
                 usage.add(number, slots, weights)
         found = layer.finish(self.table(number)(slots, weights), tokens)
         if real is not None:
             found = torch.zeros_like(flat).masked_scatter(real[:, None], found)
         return found.view_as(states)
+
+    def _listeners(self) -> list[Usage]:
+        return self._counting + ([self._watch.usage] if self._watch is not None and self.training else [])
+
+    def begin_step(self, step: int, steps: int) -> None:
+        if self._watch is None:
+            self._watch = Watch(Usage(self.numbers, self.config.heads, self.config.slots))
+
+    def tell(self) -> tuple[dict[str, float], list[str]]:
+        return ({}, []) if self._watch is None else self._watch.tell()
+
+    def unused(self) -> list[nn.Parameter]:
+        return [parameter for place in self._places for parameter in place.hook.unused()]
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Usage]:

@@ -52,6 +52,8 @@ class Counts:
 class Usage:
     """The counts of each layer with a memory, by its number."""
 
+    layers: dict[int, Counts]
+
     def __init__(self, layers: list[int], heads: int, slots: int) -> None:
         self.layers = {layer: Counts.zeros(heads, slots) for layer in layers}
 
