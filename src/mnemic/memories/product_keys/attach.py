@@ -17,6 +17,7 @@ from mnemic.hf.feed_forward import FeedForwardHook
 from mnemic.memories.base import Handle
 from mnemic.memories.product_keys.config import ProductKeys
 from mnemic.memories.product_keys.layer import ProductKeyLayer, ValueTable, repeated
+from mnemic.memories.product_keys.selecting import quick_best_slots
 from mnemic.memories.product_keys.usage import Usage
 from mnemic.memories.product_keys.watch import Watch
 
@@ -34,9 +35,9 @@ class Attached(Handle):
         self.layers, self.tables, self.renewed = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
         sizes = {"slots": config.slots, "heads": config.heads, "k": config.k, "key_dim": config.key_dim}
         for number in numbers:
-            self.layers[str(number)] = ProductKeyLayer(
-                width, **sizes, norm=norm, cosine=config.cosine, gated=config.gated
-            )
+            layer = ProductKeyLayer(width, **sizes, norm=norm, cosine=config.cosine, gated=config.gated)
+            layer.select = quick_best_slots
+            self.layers[str(number)] = layer
         for name in [SHARED] if config.shared else self.layers:
             dtype = getattr(torch, config.dtype)
             self.tables[name] = ValueTable(config.slots, width, config.start == "zeros", dtype)

@@ -4,7 +4,7 @@ Large Memory Layers with Product Keys (arXiv 1907.05242), section 3, for one tok
 
     q_h = norm(W_h x + b_h)                                a query for each head h, cut into halves q_h1, q_h2
     s_h(i, j) = q_h1 . c_h1i + q_h2 . c_h2j                the score of slot (i, j): C sub-keys in each half, C^2 slots
-    I_h = the k slots with the largest s_h                 exact: see `best_pairs`
+    I_h = the k slots with the largest s_h                 exact: see `best_slots`
     w_h = softmax of s_h over I_h
     PKM(x) = sum_h sum_{i in I_h} w_h(i) v_i               one table of values v for all heads
 
@@ -18,6 +18,7 @@ scale.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class ProductKeyLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.k, self.codebook = heads, k, math.isqrt(slots)
+        self.select: Callable[[Tensor, int], Tensor] = best_slots
         self.query = nn.Linear(width, heads * key_dim)
         self.norm = {"batch": QueryBatchNorm, "layer": HeadLayerNorm, "none": NoNorm}[norm](heads, key_dim)
         self.keys = nn.Parameter(torch.empty(heads, 2, self.codebook, key_dim // 2))
@@ -55,16 +57,18 @@ class ProductKeyLayer(nn.Module):
         return self.finish(values(slots, weights), x)
 
     def find(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """I and w: the slots that each token reads in each head, best first, and their weights, (N, heads, k) each."""
+        """I and w: the slots that each token reads in each head, and their weights, (N, heads, k) each."""
         halves = self.norm(self.query(x)).view(len(x), 2 * self.heads, -1).transpose(0, 1)  # (2 heads, N, key_dim / 2)
         keys = self.keys.flatten(0, 1)
         if self.scale is not None:
             halves, keys = F.normalize(halves, dim=-1), F.normalize(keys, dim=-1)
-        scores = halves @ keys.transpose(1, 2)  # (2 heads, N, C)
-        best, pairs = best_pairs(scores.view(self.heads, 2, len(x), -1), self.k)
+        scores = (halves @ keys.transpose(1, 2)).view(self.heads, 2, len(x), -1)  # of each sub-key: C numbers
+        slots = self.select(scores.detach(), self.k)
+        first, second = slots // self.codebook, slots % self.codebook
+        best = scores[:, 0].gather(-1, first) + scores[:, 1].gather(-1, second)
         if self.scale is not None:
             best = best * self.scale[:, None, None]
-        return pairs.transpose(0, 1), best.softmax(-1).transpose(0, 1)
+        return slots.transpose(0, 1), best.softmax(-1).transpose(0, 1)
 
     def finish(self, read: Tensor, x: Tensor) -> Tensor:
         """What was read as it goes back into the model: gated, if it is."""
@@ -72,21 +76,28 @@ class ProductKeyLayer(nn.Module):
         return read if self.gate is None or self.out is None else self.out(F.silu(self.gate(x)) * read)
 
 
-def best_pairs(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best sums of a score of the first half and one of the second, and the slots C i + j they belong to.
+def best_slots(scores: Tensor, k: int) -> Tensor:
+    """The slots C i + j with the k best sums of a score of the first half and one of the second.
 
-    scores: (heads, 2, N, C); both results are (heads, N, k), the best first. A pair of the a-th best of one half and
-    the b-th best of the other has at least a b - 1 pairs that are as good, so only pairs with a b <= k are looked at:
-    about k log k of the k^2, and none that is left out could have been among the best.
+    scores: (heads, 2, N, C); the slots are (heads, N, k).
     """
     codebook = scores.shape[-1]
     halves, places = scores.topk(min(k, codebook), dim=-1)
-    rank = torch.arange(1, halves.shape[-1] + 1, device=scores.device)
-    first, second = (rank[:, None] * rank <= k).nonzero(as_tuple=True)
+    first, second = useful_pairs(k, halves.shape[-1], scores.device)
     sums = halves[:, 0, :, first] + halves[:, 1, :, second]
-    best, at = sums.topk(min(k, codebook**2), dim=-1)
-    slots = places[:, 0].gather(-1, first[at]) * codebook + places[:, 1].gather(-1, second[at])
-    return best, slots
+    at = sums.topk(min(k, codebook**2), dim=-1).indices
+    return places[:, 0].gather(-1, first[at]) * codebook + places[:, 1].gather(-1, second[at])
+
+
+def useful_pairs(k: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The ranks, from 0, of those pairs of scores whose sum can be among the k best.
+
+    A pair of the a-th best of one half and the b-th best of the other has a b - 1 pairs that are as good or better, so
+    only pairs with a b <= k are looked at: about k log k of the k^2.
+    """
+    rank = torch.arange(1, ranks + 1, device=device)
+    first, second = (rank[:, None] * rank <= k).nonzero(as_tuple=True)
+    return first, second
 
 
 class ValueTable(nn.Module):

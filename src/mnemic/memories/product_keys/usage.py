@@ -30,7 +30,7 @@ class Counts:
         return cls(*(torch.zeros(heads, slots, dtype=kind) for kind in (torch.int64, torch.int64, torch.float64)))
 
     def add(self, slots: Tensor, weights: Tensor) -> None:
-        """Counts what tokens read: slots and weights (N, heads, k), the best first."""
+        """Counts what tokens read: slots and weights (N, heads, k)."""
         heads, size = self.reads.shape
         places = slots.detach().cpu() + size * torch.arange(heads)[:, None]
         every = places.flatten()
