@@ -18,6 +18,7 @@ _PUBLIC = {
     "Anatomy": "mnemic.hf.anatomy",
     "train": "mnemic.train",
     "TrainConfig": "mnemic.train.config",
+    "AdamW": "mnemic.train.rows",
     "evaluate": "mnemic.evaluate",
     "EvaluateConfig": "mnemic.evaluate.config",
     "tune": "mnemic.evaluate.tuning",

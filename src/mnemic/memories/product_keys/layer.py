@@ -160,14 +160,13 @@ def _gradient_of_rows(values: Tensor, slots: Tensor, weights: Tensor, grad: Tens
     )
 
 
-def _products(values: Tensor, slots: Tensor, grad: Tensor, at_once: int = 16) -> Tensor:
-    """v_(i_nj) . dL/dy_n, (N, reads), for a few tokens at a time: their rows fit into the processor's cache."""
-    found = grad.new_empty(slots.shape)
-    for first in range(0, len(slots), at_once):
-        some = slice(first, first + at_once)
-        rows = values[slots[some]].to(grad.dtype)
-        torch.bmm(rows, grad[some].unsqueeze(-1), out=found[some].unsqueeze(-1))
-    return found
+def _products(values: Tensor, slots: Tensor, grad: Tensor) -> Tensor:
+    """v_(i_nj) . dL/dy_n, (N, reads): the gradient that F.embedding_bag has for its weights."""
+    tokens, reads = slots.shape
+    begins = torch.arange(0, tokens * reads, reads, device=slots.device)
+    bags = torch.arange(tokens, device=slots.device).repeat_interleave(reads)
+    of_weights = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    return of_weights(grad.to(values.dtype), values, slots.flatten(), begins, bags, 0).view_as(slots)
 
 
 class QueryBatchNorm(nn.BatchNorm1d):

@@ -40,7 +40,7 @@ def quick_best_slots(scores: Tensor, k: int) -> Tensor:
 
 
 def largest(rows: Tensor, k: int) -> Tensor | None:
-    """Where, in the flat tensor, the k largest numbers of each row stand, (rows, k); None if numbers are equal there."""
+    """Where, in the flat tensor, the k largest numbers of each row are, (rows, k); None where numbers are equal."""
     least, numbers = np.empty(len(rows), np.float32), rows.numpy()
 
     def find(begin: int) -> None:
