@@ -21,7 +21,7 @@ from mnemic.errors import UsageError
 from mnemic.hf.anatomy import Anatomy
 from mnemic.hf.entrance import MARK, reading
 from mnemic.hf.losses import masses_of_logits
-from mnemic.memories.base import Handle, Reading
+from mnemic.memories.base import Handle, Reading, to_be_filled
 from mnemic.memories.config import MemoryConfig
 from mnemic.memories.memory import Memory
 from mnemic.models.cache import rows_to_generate
@@ -192,18 +192,19 @@ def _prepare_inputs_for_generation(base: Any) -> Any:
     return prepare_inputs_for_generation
 
 
-def load(folder: str | Path, base: PreTrainedModel | None = None, check_base: bool = True) -> Any:
+def load(folder: str | Path, base: PreTrainedModel | None = None, check_base: bool = True, mapped: bool = False) -> Any:
     """The augmented model that `save_pretrained` wrote to `folder`.
 
     The base comes from the folder if its weights are there, else from where it first came from; or give `base`.
-    `check_base=False` accepts a base with other weights than the memories were trained with.
+    `check_base=False` accepts a base with other weights than the memories were trained with. `mapped=True` leaves large
+    tables (product keys) in their file, from which rows are read as they are needed: they may be larger than memory.
     """
     folder = Path(folder)
     record = saving.read_record(folder)
     saving.check_files(folder, record)
     anatomy = Anatomy.from_dict(record["anatomy"]) if record["anatomy"] else None
     base = saving.load_base(folder, record["base"]) if base is None else base
-    with _put_in(base, saving.read_configs(record), anatomy) as model:
-        saving.load_memory(model, folder, record, check_base)
+    with to_be_filled(), _put_in(base, saving.read_configs(record), anatomy) as model:
+        saving.load_memory(model, folder, record, check_base, mapped)
         model.memory.connect()
     return model

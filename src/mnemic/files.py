@@ -222,6 +222,19 @@ def _open_lock(path: Path) -> int:
     return descriptor
 
 
+@contextlib.contextmanager
+def os_errors_of_safetensors() -> Iterator[None]:
+    """Turns safetensors' own error for a failed write into the OSError it stands for, such as a full disk."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), str(error)) from error
+        raise
+
+
 def checksum(path: str | Path) -> str:
     """The xxh3-128 checksum of a file, read in pieces; it finds damage, it is no protection against forgery."""
     digest = xxhash.xxh3_128()

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save as to_safetensors
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 import mnemic
 from mnemic import models
 from mnemic.errors import DamagedError, MnemicError, UsageError
-from mnemic.files import additions, checksum, safe_join, write_bytes, write_text
+from mnemic.files import additions, checksum, os_errors_of_safetensors, safe_join, write_text
 from mnemic.hf.fingerprint import MEMORY, fingerprint
 from mnemic.memories import registry
 from mnemic.memories.config import MemoryConfig
@@ -51,7 +51,8 @@ def save(model: Any, folder: Path, save_whole: Callable[..., None], **options: A
             save_whole(temporary, state_dict=state, **options)
         else:
             memory = {name: tensor.contiguous() for name, tensor in state.items() if name.startswith(MEMORY)}
-            write_bytes(temporary / WEIGHTS, to_safetensors(memory, metadata={"format": "pt"}))
+            with os_errors_of_safetensors():
+                save_file(memory, temporary / WEIGHTS, metadata={"format": "pt"})
         record = {
             "schema": SCHEMA,
             "mnemic": mnemic.__version__,
@@ -160,8 +161,11 @@ def load_base(folder: Path, base: dict[str, Any], **options: Any) -> PreTrainedM
     return model
 
 
-def load_memory(model: Any, folder: Path, record: dict[str, Any], check_base: bool) -> None:
-    """Fills an augmented model's memories from a folder, after checking that its base is the one recorded."""
+def load_memory(model: Any, folder: Path, record: dict[str, Any], check_base: bool, mapped: bool) -> None:
+    """Fills an augmented model's memories from a folder, after checking that its base is the one recorded.
+
+    mapped: what is large stays in its file.
+    """
     if check_base and model.memory.base_fingerprint != record["base"]["fingerprint"]:
         raise UsageError(
             f"the memories in {folder} were trained with other base weights ({record['base']['class']} from "
@@ -171,10 +175,18 @@ def load_memory(model: Any, folder: Path, record: dict[str, Any], check_base: bo
     for name in record["checksums"]:
         with safe_open(safe_join(folder, name), framework="pt") as file:
             state |= {key: file.get_tensor(key) for key in file.keys() if key.startswith(MEMORY)}  # noqa: SIM118
-    own = {name for name in model.state_dict() if name.startswith(MEMORY)}
-    if own != state.keys():
-        raise DamagedError(f"{folder}: the weights of {', '.join(sorted(own ^ state.keys()))} do not fit {RECORD}")
-    model.load_state_dict(state, strict=False)
+    own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(MEMORY)}
+    if own.keys() != state.keys():
+        raise DamagedError(
+            f"{folder}: the weights of {', '.join(sorted(own.keys() ^ state.keys()))} do not fit {RECORD}"
+        )
+    large = {name: tensor for name, tensor in state.items() if own[name].is_meta}
+    if wrong := [name for name, tensor in large.items() if tensor.shape != own[name].shape]:
+        raise DamagedError(f"{folder}: the weights of {wrong[0]} do not have the shape that {RECORD} says")
+    model.load_state_dict({name: tensor for name, tensor in state.items() if name not in large}, strict=False)
+    device = model.device
+    taken = large if mapped else {name: tensor.clone().to(device) for name, tensor in large.items()}
+    model.load_state_dict(taken, strict=False, assign=True)
 
 
 def card(model: Any, record: dict[str, Any]) -> str:

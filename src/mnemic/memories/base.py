@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +32,21 @@ class Reading:
     document_starts: torch.Tensor | None = None
     streams: torch.Tensor | None = None  # (B,): rows of equal numbers are consecutive segments of one text
     state: Any = None  # from `new_state`
+
+
+_weights_follow: ContextVar[bool] = ContextVar("mnemic_weights_follow", default=False)
+weights_follow = _weights_follow.get
+"""Whether memories are put into a model to be filled from a file at once: large ones need not begin with numbers."""
+
+
+@contextlib.contextmanager
+def to_be_filled() -> Iterator[None]:
+    """Within this context memories may be put into models on the meta device, for their weights follow."""
+    token = _weights_follow.set(True)
+    try:
+        yield
+    finally:
+        _weights_follow.reset(token)
 
 
 class Handle(nn.Module):

@@ -15,11 +15,9 @@ ends as if nothing had happened. If none is intact, reading is an error.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mnemic.errors import DamagedError, UsageError
-from mnemic.files import checksum, new_folder, remove_unfinished
+from mnemic.files import checksum, new_folder, os_errors_of_safetensors, remove_unfinished
 from mnemic.train.terminal import say
 
 PARTS = ("model", "optimizer", "carry", "random")
@@ -134,17 +132,6 @@ def model_settings(model: Any) -> dict[str, Any]:
     settings: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     bookkeeping = ("_name_or_path", "architectures", "dtype", "transformers_version")
     return {key: value for key, value in settings.items() if key not in bookkeeping}
-
-
-@contextlib.contextmanager
-def os_errors_of_safetensors() -> Iterator[None]:
-    """Turns safetensors' own error for a failed write into the OSError it stands for, such as a full disk."""
-    try:
-        yield
-    except SafetensorError as error:
-        if number := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(number[1]), str(error)) from error
-        raise
 
 
 def _folder(root: Path, step: int) -> Path:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from mnemic.data import ConsecutiveSegments, SimilarSegments, open_corpus
 from mnemic.data.pair_batches import SimilarPairs
 from mnemic.errors import MnemicError, UsageError
-from mnemic.files import lock, new_folder
+from mnemic.files import lock, new_folder, os_errors_of_safetensors
 from mnemic.memories.output.gathering import meeting_first
 from mnemic.train.carries import join_rows, take_rows
 from mnemic.train.checkpoints import (
@@ -36,7 +36,6 @@ from mnemic.train.checkpoints import (
     load_newest,
     model_settings,
     model_tensors,
-    os_errors_of_safetensors,
     save_checkpoint,
 )
 from mnemic.train.config import TrainConfig

@@ -14,7 +14,7 @@ from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Places
 from mnemic.hf.entrance import Entrance
 from mnemic.hf.feed_forward import FeedForwardHook
-from mnemic.memories.base import Handle
+from mnemic.memories.base import Handle, weights_follow
 from mnemic.memories.product_keys.config import ProductKeys
 from mnemic.memories.product_keys.layer import ProductKeyLayer, ValueTable, repeated
 from mnemic.memories.product_keys.selecting import quick_best_slots
@@ -29,7 +29,7 @@ class Attached(Handle):
 
     config: ProductKeys
 
-    def __init__(self, config: ProductKeys, numbers: list[int], width: int, norm: str) -> None:
+    def __init__(self, config: ProductKeys, numbers: list[int], width: int, norm: str, like: Tensor) -> None:
         super().__init__(config)
         self.numbers = numbers
         self.layers, self.tables, self.renewed = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
@@ -38,9 +38,12 @@ class Attached(Handle):
             layer = ProductKeyLayer(width, **sizes, norm=norm, cosine=config.cosine, gated=config.gated)
             layer.select = quick_best_slots
             self.layers[str(number)] = layer
+        exact = like.dtype == torch.float64
+        self.layers.to(like.device, torch.float64 if exact else torch.float32)
+        where: dict[str, Any] = {"device": "meta" if weights_follow() else like.device}
+        where["dtype"] = torch.float64 if exact else getattr(torch, config.dtype)
         for name in [SHARED] if config.shared else self.layers:
-            dtype = getattr(torch, config.dtype)
-            self.tables[name] = ValueTable(config.slots, width, config.start == "zeros", dtype)
+            self.tables[name] = ValueTable(config.slots, width, config.start == "zeros", **where)
         self._counting: list[Usage] = []
         self._watch: Watch | None = None  # while it is trained
         self._places: list[LayerPlace] = []
@@ -57,11 +60,8 @@ class Attached(Handle):
             )
         causal = places.anatomy.kind == "causal"
         norm = {"auto": "layer" if causal else "batch"}.get(config.query_norm, config.query_norm)
-        weight = next(places.blocks[0].parameters())
         width: int = places.stack.config.hidden_size  # type: ignore[union-attr, assignment]
-        handle = cls(config, numbers, width, norm).to(weight.device)
-        if weight.dtype == torch.float64:
-            handle.to(torch.float64)
+        handle = cls(config, numbers, width, norm, next(places.blocks[0].parameters()))
         for number in numbers:
             handle._put_into(number, blocks[number], places)
         return handle

@@ -108,9 +108,9 @@ class ValueTable(nn.Module):
 
     sparse = True
 
-    def __init__(self, slots: int, width: int, zeros: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, slots: int, width: int, zeros: bool = False, **where: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(slots, width, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(slots, width, **where))
         self.learning: Tensor | None = None  # (slots,): which rows learn; None: all
         if zeros:
             nn.init.zeros_(self.weight)
