@@ -23,6 +23,7 @@ _PUBLIC = {
     "EvaluateConfig": "mnemic.evaluate.config",
     "tune": "mnemic.evaluate.tuning",
     "trace": "mnemic.analysis.trace",
+    "usage": "mnemic.analysis.usage",
     "open_corpus": "mnemic.data",
     "load_tokenizer": "mnemic.data",
     "train_tokenizer": "mnemic.data",
