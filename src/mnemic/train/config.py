@@ -74,7 +74,11 @@ class TrainConfig(Config):
     objective: str = option("auto", "next-token, masked, seq2seq, or auto: what the model was made for")
     label_smoothing: float = option(0.0, "share of a target's probability that is spread over all tokens; seq2seq only")
     split: str = option("train", "the part of the corpus to train on")
-    trainable: Literal["all", "memory"] = option("all", "memory freezes the base model and trains its memories only")
+    trainable: Literal["all", "memory", "slots"] = option(
+        "all",
+        "memory freezes the base model and trains its memories only; slots freezes all but the slots of product keys "
+        "that were chosen with learn_only",
+    )
     resume: bool = option(False, "continue the run in `out` from its newest checkpoint, if there is one")
 
     def check(self) -> None:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from mnemic.errors import UsageError
+from mnemic.memories.product_keys.layer import ValueTable
 from mnemic.train.config import OPTIMIZERS, TrainConfig
 from mnemic.train.rows import Adafactor, AdamW
 
 
 def select_trainable(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
-    """The parameters to train by name, each shared one once; with `trainable="memory"` the others are frozen."""
+    """The parameters to train by name, each shared one once; unless `trainable="all"`, the others are frozen."""
     if config.trainable == "memory":
         if not any(name.startswith("memory.") for name, _ in model.named_parameters()):
             raise UsageError(
@@ -22,10 +23,26 @@ def select_trainable(model: nn.Module, config: TrainConfig) -> dict[str, nn.Para
             )
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith("memory."))
+    if config.trainable == "slots":
+        tables = tables_that_learn(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in tables)
     chosen = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not chosen:
         raise UsageError(f"every parameter of {type(model).__name__} is frozen: set requires_grad on those to train")
     return chosen
+
+
+def tables_that_learn(model: nn.Module) -> set[str]:
+    """The names of the tables of values of which slots were chosen to learn; UsageError if none were."""
+    tables = {name: part.learning for name, part in model.named_modules() if isinstance(part, ValueTable)}
+    found = {f"{name}.weight" for name, learning in tables.items() if learning is not None and learning.any()}
+    if not found:
+        raise UsageError(
+            f"trainable = 'slots', but no slots of {type(model).__name__} were chosen: choose some with "
+            "model.memory.product_keys.learn_only(mnemic.choose_slots(model, tokenizer, text, background))"
+        )
+    return found
 
 
 def make_optimizer(parameters: dict[str, nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:

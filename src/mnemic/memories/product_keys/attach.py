@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
-from typing import Any, Self
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,16 @@ from mnemic.memories.product_keys.usage import Usage
 from mnemic.memories.product_keys.watch import Watch
 
 SHARED = "shared"
+
+Slots = Mapping[int, Sequence[int] | Tensor]
+"""Numbers of slots by layer."""
+
+
+class Listener(Protocol):
+    """What is told which slots tokens read, as `Usage` is."""
+
+    def add(self, layer: int, slots: Tensor, weights: Tensor) -> None:
+        """Slots and weights (N, heads, k) of the tokens that a layer has read."""
 
 
 class Attached(Handle):
@@ -42,9 +53,12 @@ class Attached(Handle):
         self.layers.to(like.device, torch.float64 if exact else torch.float32)
         where: dict[str, Any] = {"device": "meta" if weights_follow() else like.device}
         where["dtype"] = torch.float64 if exact else getattr(torch, config.dtype)
-        for name in [SHARED] if config.shared else self.layers:
-            self.tables[name] = ValueTable(config.slots, width, config.start == "zeros", **where)
-        self._counting: list[Usage] = []
+        names = [SHARED] if config.shared else list(self.layers)
+        config.check_tables(len(names))
+        kept: Sequence[int | None] = config.kept or [None] * len(names)
+        for name, rows in zip(names, kept, strict=True):
+            self.tables[name] = ValueTable(config.slots, width, config.start == "zeros", rows, **where)
+        self._counting: list[Listener] = []
         self._watch: Watch | None = None  # while it is trained
         self._places: list[LayerPlace] = []
 
@@ -81,8 +95,12 @@ class Attached(Handle):
 
     def table(self, number: int) -> ValueTable:
         """The values that a layer reads."""
-        table: Any = self.tables[SHARED if self.config.shared else str(number)]
+        table: Any = self.tables[self.table_name(number)]
         return table
+
+    def table_name(self, number: int) -> str:
+        """What the table of a layer is called."""
+        return SHARED if self.config.shared else str(number)
 
     def read_slots(self, number: int, states: Tensor, real: Tensor | None) -> Tensor:
         """PKM(x) for the input (..., d) of a layer's feed-forward; 0 where a token is padding."""
@@ -98,7 +116,7 @@ class Attached(Handle):
             found = torch.zeros_like(flat).masked_scatter(real[:, None], found)
         return found.view_as(states)
 
-    def _listeners(self) -> list[Usage]:
+    def _listeners(self) -> list[Listener]:
         return self._counting + ([self._watch.usage] if self._watch is not None and self.training else [])
 
     def begin_step(self, step: int, steps: int) -> None:
@@ -115,11 +133,56 @@ class Attached(Handle):
     def counting(self) -> Iterator[Usage]:
         """Within this context counts which slots are read, how often and with what weight: see `Usage`."""
         usage = Usage(self.numbers, self.config.heads, self.config.slots)
-        self._counting.append(usage)
-        try:
+        with self.listening(usage):
             yield usage
+
+    @contextlib.contextmanager
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """Within this context tells `listener` which slots tokens read."""
+        self._counting.append(listener)
+        try:
+            yield
         finally:
-            self._counting.remove(usage)
+            self._counting.remove(listener)
+
+    def learn_only(self, slots: Slots | None) -> None:
+        """Lets only these slots of each layer learn, and no others; None lets all learn again.
+
+        They go with `mnemic.train(..., trainable="slots")`, which freezes everything else (arXiv 2510.15103).
+        """
+        masks: Any = dict.fromkeys(self.tables) if slots is None else self._masks(slots)
+        tables: dict[str, Any] = dict(self.tables.items())
+        for name, chosen in masks.items():
+            rows = tables[name].rows
+            if chosen is not None and rows is not None and (chosen & (rows < 0)).any():
+                gone = int((chosen & (rows < 0)).nonzero()[0])
+                raise UsageError(f"slot {gone} cannot learn: it was pruned, and has no value any more")
+        for name, chosen in masks.items():
+            tables[name].learning = chosen
+
+    def keep_only(self, slots: Slots) -> None:
+        """Drops the values of all other slots, which add nothing from then on; the settings say how many are left."""
+        masks = self._masks(slots)
+        if empty := [name for name, kept in masks.items() if not kept.any()]:
+            raise UsageError(f"no slot of table {empty[0]} would be left: keep one at least of each")
+        self.learn_only(None)
+        tables: dict[str, Any] = dict(self.tables.items())
+        for name, kept in masks.items():
+            tables[name].keep(kept)
+        self.config = dataclasses.replace(self.config, kept=[len(table.weight) for table in tables.values()])
+
+    def _masks(self, slots: Slots) -> dict[str, Tensor]:
+        """Which slots of each table are among those of the layers that read it, (slots,)."""
+        device = next(self.parameters()).device
+        masks = {name: torch.zeros(self.config.slots, dtype=torch.bool, device=device) for name in self.tables}
+        for number, some in slots.items():
+            if number not in self.numbers:
+                raise UsageError(f"layer {number} has no product keys: they are in {', '.join(map(str, self.numbers))}")
+            numbers = torch.as_tensor(some, dtype=torch.long, device=device)
+            if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.config.slots:
+                raise UsageError(f"layer {number} has the slots 0 to {self.config.slots - 1}, others were given")
+            masks[self.table_name(number)][numbers] = True
+        return masks
 
 
 class LayerPlace:

@@ -55,6 +55,9 @@ class ProductKeys(MemoryConfig):
     )
     cosine: bool = option(False, "whether queries and keys are compared by cosine, with a learned scale for each head")
     dtype: Literal["float32", "bfloat16"] = option("float32", "how values are kept")
+    kept: list[int] = option(
+        [], "how many slots of each table still have a value, layer by layer: what pruning left; none: all have one"
+    )
 
     def check(self) -> None:
         for name, least in (("slots", 1), ("heads", 1), ("k", 1), ("key_dim", 2)):
@@ -72,6 +75,17 @@ class ProductKeys(MemoryConfig):
             raise UsageError(f"ProductKeys.key_dim = {self.key_dim}: expected an even number, a key has two halves")
         if len(set(self.layers)) < len(self.layers):
             raise UsageError(f"ProductKeys.layers = {self.layers}: a layer has one memory, name each once")
+        if wrong := [count for count in self.kept if not 1 <= count <= self.slots]:
+            raise UsageError(f"ProductKeys.kept = {self.kept}: {wrong[0]} of {self.slots} slots cannot be kept")
+        if tables := 1 if self.shared else len(self.layers):
+            self.check_tables(tables)
+
+    def check_tables(self, tables: int) -> None:
+        """UsageError if pruning left another number of tables."""
+        if self.kept and len(self.kept) != tables:
+            raise UsageError(
+                f"ProductKeys.kept = {self.kept}: expected a number for each of {tables} tables of values, or none"
+            )
 
     def usual_layers(self, depth: int) -> list[int]:
         """The layers with a memory in a model of so many, if none are named."""

@@ -104,14 +104,20 @@ class ValueTable(nn.Module):
     """The values: one row for each slot, of which a token reads few.
 
     The gradient is sparse: it has the rows that were read and no others. `sparse` says so to optimisers.
+    A pruned table has rows for `kept` of its slots; the others add nothing.
     """
 
     sparse = True
+    rows: Tensor | None  # (slots,): the row of each slot, -1 for none; None: each has its own
+    learning: Tensor | None  # (slots,): which slots learn; None: all
 
-    def __init__(self, slots: int, width: int, zeros: bool = False, **where: Any) -> None:
+    def __init__(self, slots: int, width: int, zeros: bool = False, kept: int | None = None, **where: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(slots, width, **where))
-        self.learning: Tensor | None = None  # (slots,): which rows learn; None: all
+        self.slots = slots
+        self.weight = nn.Parameter(torch.empty(slots if kept is None else kept, width, **where))
+        first = None if kept is None else torch.arange(slots, dtype=torch.int32, device=self.weight.device)
+        self.register_buffer("rows", None if first is None else first.masked_fill(first >= len(self.weight), -1))
+        self.register_buffer("learning", None, persistent=False)
         if zeros:
             nn.init.zeros_(self.weight)
         else:
@@ -119,39 +125,53 @@ class ValueTable(nn.Module):
 
     def forward(self, slots: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the rows that each token reads in all heads: (N, heads, k) to (N, d)."""
-        return WeightedRows.apply(self.weight, slots.flatten(1), weights.flatten(1), self.learning)
+        slots, weights = slots.flatten(1), weights.flatten(1)
+        learns = None if self.learning is None else self.learning[slots]
+        if self.rows is not None:
+            slots = self.rows[slots].long()
+            there = slots >= 0
+            slots, weights = slots.clamp(min=0), weights.masked_fill(~there, 0)
+            learns = there if learns is None else learns & there
+        return WeightedRows.apply(self.weight, slots, weights, learns)
+
+    def keep(self, kept: Tensor) -> None:
+        """Drops the rows of all slots but these, (slots,)."""
+        old = torch.arange(self.slots, device=kept.device) if self.rows is None else self.rows.long()
+        kept = kept & (old >= 0)
+        numbers = kept.cumsum(0, dtype=torch.int32) - 1
+        self.rows = numbers.masked_fill(~kept, -1)
+        self.weight = nn.Parameter(self.weight.detach()[old[kept]], requires_grad=self.weight.requires_grad)
 
 
 class WeightedRows(torch.autograd.Function):
-    """y_n = sum_j w_nj v_(i_nj), with a gradient of v that has one row for each slot that was read.
+    """y_n = sum_j w_nj v_(i_nj), with a gradient of v that has one row for each slot that was read and learns.
 
     dL/dv_i = sum of w_nj dL/dy_n over all (n, j) that read slot i: the same weighted sum the other way round, of
     rows of dL/dy, so that nothing as large as (reads, d) or as the table is ever made.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, slots: Tensor, weights: Tensor, learning: Tensor | None) -> Tensor:
-        ctx.save_for_backward(values, slots, weights, learning)
+    def forward(ctx: Any, values: Tensor, slots: Tensor, weights: Tensor, learns: Tensor | None) -> Tensor:
+        ctx.save_for_backward(values, slots, weights, learns)
         return F.embedding_bag(slots, values, per_sample_weights=weights.to(values.dtype), mode="sum")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        values, slots, weights, learning = ctx.saved_tensors
+        values, slots, weights, learns = ctx.saved_tensors
         for_values = for_weights = None
         if ctx.needs_input_grad[0]:
-            for_values = _gradient_of_rows(values, slots, weights.to(grad.dtype), grad, learning)
+            for_values = _gradient_of_rows(values, slots, weights.to(grad.dtype), grad, learns)
         if ctx.needs_input_grad[2]:
             for_weights = _products(values, slots, grad).to(weights.dtype)
         return for_values, None, for_weights, None
 
 
-def _gradient_of_rows(values: Tensor, slots: Tensor, weights: Tensor, grad: Tensor, learning: Tensor | None) -> Tensor:
+def _gradient_of_rows(values: Tensor, slots: Tensor, weights: Tensor, grad: Tensor, learns: Tensor | None) -> Tensor:
     ordered, order = slots.flatten().sort()
+    if learns is not None:
+        taught = learns.flatten()[order]
+        ordered, order = ordered[taught], order[taught]
     rows, counts = torch.unique_consecutive(ordered, return_counts=True)
-    if learning is not None:
-        keep = learning[rows]
-        order = order[keep.repeat_interleave(counts)]
-        rows, counts = rows[keep], counts[keep]
     tokens = order // slots.shape[1]
     begins = counts.cumsum(0) - counts
     sums = F.embedding_bag(tokens, grad, begins, per_sample_weights=weights.flatten()[order], mode="sum")
@@ -173,6 +193,7 @@ class QueryBatchNorm(nn.BatchNorm1d):
     """Normalises each number of the queries over the tokens of a batch; by what it has seen so far in evaluation.
 
     A token cannot be normalised alone, and a forward that is repeated for its gradient adds nothing to what was seen.
+    Frozen, it goes by what was seen before in training too: queries stay what they are.
     """
 
     def __init__(self, heads: int, key_dim: int) -> None:
@@ -181,7 +202,7 @@ class QueryBatchNorm(nn.BatchNorm1d):
     def forward(self, queries: Tensor) -> Tensor:
         if not self.training:
             return super().forward(queries)
-        if len(queries) < 2:
+        if len(queries) < 2 or not self.weight.requires_grad:
             return F.batch_norm(queries, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         if repeated():
             return F.batch_norm(queries, None, None, self.weight, self.bias, training=True, eps=self.eps)
