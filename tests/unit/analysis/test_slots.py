@@ -22,7 +22,7 @@ from transformers import (
 
 import mnemic
 from mnemic.analysis.pruning import chosen
-from mnemic.analysis.slots import tf_idf
+from mnemic.analysis.slots import tf_idf, token_ids
 from mnemic.data import Corpus, Document, train_tokenizer
 from mnemic.errors import UsageError
 from mnemic.memories.product_keys.layer import ProductKeyLayer
@@ -140,6 +140,14 @@ def test_tokens_of_another_memory_are_named_as_such() -> None:
     assert seen["[mem]"] > 0
     assert {text for slot in found for text, _ in slot.tokens} <= {"[mem]", "<eos>", *"some text and a longer text"}
     assert sum(slot.reads for slot in found) == (2 * 3 + 2 + 9 + 17) * 8
+
+
+def test_what_another_memory_puts_before_a_row_has_no_token() -> None:
+    ids, mask = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": mask}
+    assert token_ids(batch, 4).tolist() == [5, 6, 7, 8]
+    assert token_ids(batch, 8).tolist() == [-1, -1, 5, 6, 7, -1, -1, 8]
+    assert token_ids(batch, 7).tolist() == [-1] * 7  # nobody knows which is which
 
 
 # Chosen to learn
