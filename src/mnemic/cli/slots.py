@@ -28,9 +28,7 @@ LISTING = ("split", "window", "batch_size", "max_tokens")  # options that say wh
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's options."""
     parser.add_argument("model", help="the folder of a run or of a saved model with product keys")
-    parser.add_argument(
-        "corpus", help="a text file, a folder, a .jsonl file, hf:<dataset>, or a name"
-    )
+    parser.add_argument("corpus", help="a text file, a folder, a .jsonl file, hf:<dataset>, or a name")
     parser.add_argument("--most", type=int, default=20, help="how many slots are shown, of all that is read (20)")
     parser.add_argument(
         "--prune", metavar="FOLDER", help="write the model without the slots that the corpus does not read"
