@@ -157,6 +157,7 @@ def test_what_reads_kept_slots_only_is_the_same_to_the_last_bit(shared: bool, tm
     assert loaded.memory.configs == [config]
     assert torch.equal(logits(loaded, text), before)
     assert torch.equal(logits(loaded, other), pruned)
+    assert torch.equal(logits(mnemic.load(tmp_path / "saved", mapped=True).eval(), other), pruned)
     with loaded.memory.product_keys.counting() as again:
         logits(loaded, text)
     for layer, counts in usage.layers.items():
