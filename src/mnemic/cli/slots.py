@@ -1,4 +1,4 @@
-"""Show which slots of its product keys a model reads in a text, or drop those that a corpus does not read.
+"""Show the slots of product keys that a text reads most, and at which tokens; or drop those it does not read.
 
 With --prune a smaller model is written, and what it costs is measured on a part of the corpus that was not counted.
 """
