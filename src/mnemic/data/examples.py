@@ -132,7 +132,9 @@ def _windows(
             inside = start <= first <= last < start + len(window)
             target = [len(head) + first - start, len(head) + last - start] if inside else [nowhere, nowhere]
             chosen = np.concatenate([head, window, tail])
-            yield Row(number, tokens[chosen], kinds[chosen] if len(kinds) else kinds, target, len(head), borders[window])
+            yield Row(
+                number, tokens[chosen], kinds[chosen] if len(kinds) else kinds, target, len(head), borders[window]
+            )
 
 
 def _answer_tokens(answer: Answer, borders: np.ndarray) -> tuple[int, int]:

@@ -123,7 +123,9 @@ class Task(Corpus):
 def check_task(data: Any, kind: str, model: str) -> Task:
     """The task; UsageError if this is no task, or none for a model, named `model`, of this kind."""
     if not isinstance(data, Task):
-        raise UsageError(f"{data.name} is not a task, which {model} learns: give one of {', '.join(TASKS)}, or a folder")
+        raise UsageError(
+            f"{data.name} is not a task, which {model} learns: give one of {', '.join(TASKS)}, or a folder"
+        )
     if data.kind != kind:
         head = {"classification": "AutoModelForSequenceClassification", "spans": "AutoModelForQuestionAnswering"}
         raise UsageError(
@@ -131,6 +133,11 @@ def check_task(data: Any, kind: str, model: str) -> Task:
             f"load the model with mnemic.with_head or {head[data.kind]}"
         )
     return data
+
+
+def is_task(source: str) -> bool:
+    """Whether what may name a corpus names a task."""
+    return source in TASKS or source.startswith(OWN)
 
 
 def open_task(source: str | Path, path: str | None = None) -> Task:

@@ -8,19 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from mnemic.errors import UsageError
+from mnemic.hf.fingerprint import MEMORY
 from mnemic.train.config import OPTIMIZERS, TrainConfig
 
 
 def select_trainable(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
-    """The parameters to train by name, each shared one once; with `trainable="memory"` the others are frozen."""
-    if config.trainable == "memory":
-        if not any(name.startswith("memory.") for name, _ in model.named_parameters()):
+    """The parameters to train by name, each shared one once; unless all are to be trained, the others are frozen."""
+    if config.trainable != "all":
+        of_memory = {name for name, _ in model.named_parameters() if name.startswith(MEMORY)}
+        if not of_memory:
             raise UsageError(
-                f"trainable = 'memory', but {type(model).__name__} has no parameters of a memory: "
+                f"trainable = {config.trainable!r}, but {type(model).__name__} has no parameters of a memory: "
                 "give it one with mnemic.augment, or train with trainable = 'all'"
             )
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith("memory."))
+            if name in of_memory or config.trainable == "memory":
+                parameter.requires_grad_(name in of_memory and config.trainable == "memory")
     chosen = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not chosen:
         raise UsageError(f"every parameter of {type(model).__name__} is frozen: set requires_grad on those to train")
