@@ -25,9 +25,7 @@ EXAMPLE = """  mnemic evaluate runs/a stdlib
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's options."""
     parser.add_argument("model", help="the folder of a run or of a saved model, or a name on the hub")
-    parser.add_argument(
-        "corpus", help="a text file, a folder, a .jsonl file, hf:<dataset>, or the name of a corpus or a task"
-    )
+    parser.add_argument("corpus", help="a text file, a folder, a .jsonl file, hf:<dataset>, or a name, also of a task")
     parser.add_argument("--corpus-path", metavar="PATH", help="where a corpus with a name lies on this machine")
     add_memory_option(parser)
     parser.add_argument(

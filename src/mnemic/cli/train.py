@@ -2,7 +2,8 @@
 
 The model is a new decoder of ours, a folder, or a name on the Hugging Face hub. A task (`mnemic list tasks`) is learned
 by a pretrained encoder, with the settings of Large Product Key Memory's Table 3 where no others are given. A run can be
-stopped at any moment and continued with --resume. Its folder holds the trained model, checkpoints, the log, report.json and the settings.
+stopped at any moment and continued with --resume. Its folder holds the trained model, checkpoints, the log, report.json
+and the settings.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Task(Corpus):
         part = SPLIT_WORDS.get(split, split)
         if part not in self._parts:
             known = ", ".join(map(repr, self._parts))
-            raise UsageError(f"{self.name} has no {part!r} split: it has {known}")
+            raise UsageError(f"{self.name} has no {part!r} split: it has {known}; add its file")
         examples = iter(self._parts[part]())
         first = next(examples, None)
         if first is None:
@@ -124,7 +124,7 @@ def check_task(data: Any, kind: str, model: str) -> Task:
     """The task; UsageError if this is no task, or none for a model, named `model`, of this kind."""
     if not isinstance(data, Task):
         raise UsageError(
-            f"{data.name} is not a task, which {model} learns: give one of {', '.join(TASKS)}, or a folder"
+            f"{data.name} is not a task, as {model} learns: give one of {', '.join(TASKS)}, or task:<folder>"
         )
     if data.kind != kind:
         head = {"classification": "AutoModelForSequenceClassification", "spans": "AutoModelForQuestionAnswering"}

@@ -81,7 +81,7 @@ class PairedText:
     """The pairs to measure on: their token ids, the targets' texts, and how much text these are in other units."""
 
     def __init__(self, corpus: Any, tokenizer: Any, config: EvaluateConfig) -> None:
-        self.window = config.window
+        self.window = config.text_window
         pairs = list(islice(check_parallel(corpus).pairs(config.split), config.max_documents))
         if config.max_tokens is not None:
             targets = (pair.target for pair in pairs)

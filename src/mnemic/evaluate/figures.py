@@ -74,7 +74,7 @@ def normalised(answer: str) -> str:
 
 
 def answer_figures(predicted: Sequence[str], accepted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """The means of exact match and of F1 over questions, each answer compared with that accepted one that suits best."""
+    """The means of exact match and of F1 over questions, each answer compared with the accepted one nearest to it."""
     pairs = list(zip(predicted, accepted, strict=True))
     exact = [max(float(normalised(answer) == normalised(good)) for good in goods) for answer, goods in pairs]
     words = [max(shared_words(answer, good) for good in goods) for answer, goods in pairs]

@@ -15,7 +15,7 @@ from mnemic.data.tasks import Task
 from mnemic.errors import DamagedError, UsageError
 from mnemic.saving import RECORD
 
-_HEADS = {"classification": AutoModelForSequenceClassification, "spans": AutoModelForQuestionAnswering}
+_HEADS: dict[str, Any] = {"classification": AutoModelForSequenceClassification, "spans": AutoModelForQuestionAnswering}
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _POOLER = "pooler."  # a part of the encoder that masked models do without
 
@@ -51,9 +51,7 @@ def _settings(task: Task) -> dict[str, Any]:
     """What the config of a model for a task says of its labels."""
     if task.kind == "spans":
         return {}
-    if not task.labels:
-        return {"num_labels": 1, "problem_type": "regression"}
-    names = dict(enumerate(task.labels))
+    names = dict(enumerate(task.labels or ("score",)))
     return {"id2label": names, "label2id": {name: number for number, name in names.items()}, "problem_type": None}
 
 

@@ -228,8 +228,8 @@ def refuse_task(corpus: Any, model: Any) -> None:
     """UsageError if a model without a head for it is given a task."""
     if isinstance(corpus, Task):
         raise UsageError(
-            f"{corpus.name} is a task, and {type(model).__name__} a language model: "
-            "give a pretrained encoder the head that the task needs with mnemic.with_head(encoder, task)"
+            f"{corpus.name} is a task, and {type(model).__name__} a language model without a head for it: give a "
+            f"pretrained encoder one with mnemic.with_head(encoder, task), or with `mnemic train {corpus.name} --model ...`"
         )
 
 

@@ -25,7 +25,7 @@ class TaskObjective(Objective):
     def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
         super().__init__(model, tokenizer, seed)
         self.keeps_documents_apart = True  # a row is one example
-        self.padding = getattr(model.config, "pad_token_id", None)
+        self.padding: Any = getattr(model.config, "pad_token_id", None)
         if self.padding is None:
             raise UsageError(
                 f"{type(model).__name__} does not say which token is padding: set model.config.pad_token_id, "
