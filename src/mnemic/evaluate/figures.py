@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
@@ -26,7 +27,10 @@ def f1(predicted: np.ndarray, actual: np.ndarray) -> float:
 
 def matthews(predicted: np.ndarray, actual: np.ndarray) -> float:
     """Matthews' correlation of labels 0 and 1; 0 where it is not defined, when either has one label only."""
-    return _correlation("pearsonr", predicted, actual)
+    cells = [int(((predicted == ours) & (actual == theirs)).sum()) for ours in (0, 1) for theirs in (0, 1)]
+    neither, missed, wrong, both = cells
+    sides = (both + wrong) * (both + missed) * (neither + wrong) * (neither + missed)
+    return (both * neither - wrong * missed) / math.sqrt(sides) if sides else 0.0
 
 
 def pearson(predicted: np.ndarray, actual: np.ndarray) -> float:

@@ -55,9 +55,14 @@ def _settings(task: Task) -> dict[str, Any]:
     return {"id2label": names, "label2id": {name: number for number, name in names.items()}, "problem_type": None}
 
 
+def _head(config: Any, task: Task) -> Any:
+    """The class of a model of this architecture for a task; None if there is none."""
+    return _HEADS[task.kind]._model_mapping.get(type(config), None)
+
+
 def _fits(model: Any, task: Task) -> bool:
     """Whether a model has the head that a task needs already."""
-    if not any(kind in type(model).__mro__ for kind in _HEADS[task.kind]._model_mapping.values()):
+    if _head(model.config, task) not in type(model).__mro__:
         return False
     return task.kind == "spans" or model.config.num_labels == (len(task.labels) or 1)
 
@@ -65,7 +70,7 @@ def _fits(model: Any, task: Task) -> bool:
 def _moved(encoder: Any, task: Task) -> Any:
     """A new model with the encoder's weights."""
     config = encoder.config
-    kind = _HEADS[task.kind]._model_mapping.get(type(config), None)
+    kind = _head(config, task)
     if kind is None:
         raise UsageError(f"transformers has no head for {task.kind} on {type(encoder).__name__}: give another encoder")
     config.update(_settings(task))

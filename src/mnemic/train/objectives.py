@@ -229,7 +229,7 @@ def refuse_task(corpus: Any, model: Any) -> None:
     if isinstance(corpus, Task):
         raise UsageError(
             f"{corpus.name} is a task, and {type(model).__name__} a language model without a head for it: give a "
-            f"pretrained encoder one with mnemic.with_head(encoder, task), or with `mnemic train {corpus.name} --model ...`"
+            "pretrained encoder one with mnemic.with_head(encoder, task), or train it with `mnemic train`"
         )
 
 
