@@ -178,7 +178,7 @@ def _rows(layout: _Layout, file: Path) -> Iterator[Example]:
 def _hub_rows(name: str, layout: _Layout, split: str) -> Iterator[Example]:
     rows = paper_rows(f"glue/{name}", "nyu-mll/glue", name, split=split)
     for number, row in enumerate(rows):
-        told = None if layout.labels and row["label"] == -1 else row["label"]
+        told = None if row["label"] == -1 else row["label"]  # -1 is how the hub keeps a label to itself
         first, *second = (row[column] for column in layout.hub_columns)
         pair = second[0] if second else None
         yield Example(f"{split}:{number}", first, pair, read_label(told, layout.labels, f"glue/{name}, {split}"))

@@ -143,7 +143,10 @@ def test_the_hub_where_there_are_no_files(monkeypatch):
     answers = {"answer_start": [3], "text": ["x"]}
     rows = {
         "cola": [{"sentence": "A", "label": 1, "idx": 0}, {"sentence": "B", "label": -1, "idx": 1}],
-        "stsb": [{"sentence1": "A", "sentence2": "B", "label": -1.0}],
+        "stsb": [
+            {"sentence1": "A", "sentence2": "B", "label": 2.5},
+            {"sentence1": "A", "sentence2": "B", "label": -1.0},
+        ],
         "mnli": [{"premise": "A", "hypothesis": "B", "label": 2}],
         None: [{"id": "7", "title": "t", "context": "is x", "question": "What?", "answers": answers}],
     }
@@ -155,7 +158,7 @@ def test_the_hub_where_there_are_no_files(monkeypatch):
     monkeypatch.delenv("MNEMIC_DATA", raising=False)
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     assert told(open_task("glue/cola"), "valid") == [("A", None, 1), ("B", None, None)]
-    assert told(open_task("glue/stsb"), "valid") == [("A", "B", -1.0)]
+    assert told(open_task("glue/stsb"), "valid") == [("A", "B", 2.5), ("A", "B", None)]
     assert [told(open_task("glue/mnli"), part) for part in ("train", "valid_mismatched")] == [[("A", "B", 2)]] * 2
     assert list(open_task("squad").examples("train")) == [Example("7", "What?", "is x", answers=(Answer(3, "x"),))]
     assert asked == [
