@@ -73,6 +73,11 @@ class Config:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a .json or .toml file."""
+        return cls.from_dict(cls.read(path))
+
+    @staticmethod
+    def read(path: str | Path) -> dict[str, Any]:
+        """The options that a .json or .toml file sets, as they stand there."""
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
@@ -85,7 +90,7 @@ class Config:
             raise UsageError(f"{path} is not valid {path.suffix.lstrip('.') or 'TOML'}: {error}") from None
         if not isinstance(values, dict):
             raise UsageError(f"{path}: expected a table of options, found {type(values).__name__}")
-        return cls.from_dict(values)
+        return values
 
     def save(self, path: str | Path) -> None:
         """Writes a .json or a commented .toml file, atomically."""

@@ -1,4 +1,4 @@
-"""Measure a model on a corpus: perplexity per token, word and byte, each token scored exactly once."""
+"""Measure a model on a corpus or a task: perplexity with each token scored exactly once, or the task's own figures."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mnemic.evaluate.config import EvaluateConfig
 
 EXAMPLE = """  mnemic evaluate runs/a stdlib
   mnemic evaluate runs/a book.txt --split test --json
+  mnemic evaluate runs/cola glue/cola
   mnemic evaluate runs/a docs/ --memory output:external=docs.store,weight=0.25
   mnemic evaluate runs/a docs/ --split test --memory output:long=4096,external=docs.store --tune --save tuned"""
 
@@ -24,7 +25,7 @@ EXAMPLE = """  mnemic evaluate runs/a stdlib
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's options."""
     parser.add_argument("model", help="the folder of a run or of a saved model, or a name on the hub")
-    parser.add_argument("corpus", help="a text file, a folder, a .jsonl file, hf:<dataset>, or a name")
+    parser.add_argument("corpus", help="a text file, a folder, a .jsonl file, hf:<dataset>, or a name, also of a task")
     parser.add_argument("--corpus-path", metavar="PATH", help="where a corpus with a name lies on this machine")
     add_memory_option(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Show what there is: memories, corpora, architectures, settings of our decoder, objectives, metrics."""
+"""Show what there is: memories, corpora, tasks, architectures, settings of our decoder, objectives, metrics."""
 
 from __future__ import annotations
 
@@ -74,6 +74,15 @@ def _corpora() -> Rows:
     return _registered(CORPORA) | paths
 
 
+def _tasks() -> Rows:
+    from mnemic.data import TASKS
+
+    own = {
+        "task:<folder>": "A folder with train.tsv and dev.tsv, or .jsonl: columns text, label, and text_pair for pairs."
+    }
+    return _registered(TASKS) | own
+
+
 def _architectures() -> Rows:
     from mnemic.hf.anatomy import ARCHITECTURES
 
@@ -120,6 +129,7 @@ def _metrics() -> Rows:
 SECTIONS: dict[str, Callable[[], Rows]] = {
     "memories": _memories,
     "corpora": _corpora,
+    "tasks": _tasks,
     "architectures": _architectures,
     "decoder": _decoder,
     "sru": _sru,

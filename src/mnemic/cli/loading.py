@@ -16,7 +16,7 @@ NEW_MODELS = ("decoder", "encoder-decoder", "sru", "preset")
 def load_model(name: str) -> tuple[Any, Any]:
     """The model and the tokenizer in a folder (a run's, or one that save_pretrained wrote) or of a name on the hub."""
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     import mnemic.models  # noqa: F401 (makes our architectures known to transformers)
     from mnemic.augment import load
@@ -29,9 +29,8 @@ def load_model(name: str) -> tuple[Any, Any]:
     source = name if folder is None else str(folder)
     try:
         config = AutoConfig.from_pretrained(source)
-        masked = (config.architectures or [""])[0].endswith("ForMaskedLM")
         usual = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = (AutoModelForMaskedLM if masked else usual).from_pretrained(source)
+        model = (head_of(config) or usual).from_pretrained(source)
     except (OSError, ValueError) as error:
         where = "the hub or its cache" if folder is None else "the folder"
         raise UsageError(
@@ -41,6 +40,29 @@ def load_model(name: str) -> tuple[Any, Any]:
     except SafetensorError as error:
         raise DamagedError(f"the weights of the model {name} are damaged ({error}): get or save it again") from error
     return model, load_tokenizer(source)
+
+
+def head_of(config: Any) -> Any:
+    """The class that loads a model with the head its config names, if that is not one that writes text."""
+    import transformers
+
+    heads = {
+        "ForMaskedLM": transformers.AutoModelForMaskedLM,
+        "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
+        "ForQuestionAnswering": transformers.AutoModelForQuestionAnswering,
+    }
+    name = (config.architectures or [""])[0]
+    return next((loader for head, loader in heads.items() if name.endswith(head)), None)
+
+
+def load_for_task(name: str, task: Any) -> tuple[Any, Any]:
+    """The encoder in a folder or of a name on the hub, with the head that a task needs, and its tokenizer."""
+    from mnemic.data import load_tokenizer
+    from mnemic.hf.heads import with_head
+
+    folder = model_folder(name)
+    source = name if folder is None else str(folder)
+    return with_head(source, task), load_tokenizer(source)
 
 
 def give_memories(model: Any, texts: list[str]) -> None:

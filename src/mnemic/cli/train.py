@@ -1,7 +1,9 @@
 """Train a model on a corpus, with memories or without.
 
-The model is a new decoder of ours, a folder, or a name on the Hugging Face hub. A run can be stopped at any moment and
-continued with --resume. Its folder holds the trained model, checkpoints, the log, report.json and the settings.
+The model is a new decoder of ours, a folder, or a name on the Hugging Face hub. A task (`mnemic list tasks`) is learned
+by a pretrained encoder, with the settings of Large Product Key Memory's Table 3 where no others are given. A run can be
+stopped at any moment and continued with --resume. Its folder holds the trained model, checkpoints, the log, report.json
+and the settings.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mnemic.cli.loading import give_memories, load_model, new_model, read_new_model
+from mnemic.cli.loading import give_memories, load_for_task, load_model, new_model, read_new_model
 from mnemic.cli.options import add_config_options, given, read_memory
 from mnemic.config import option
+from mnemic.data.tasks import is_task
 from mnemic.errors import UsageError
 from mnemic.train.config import TrainConfig
 
@@ -23,6 +26,7 @@ EXAMPLE = """  mnemic train stdlib --memory tokens:count=10 --out runs/a --steps
   mnemic train books/ --model decoder:hidden_size=128,position=t5 --tokenizer byte --out runs/b
   mnemic train corpus.jsonl --model gpt2 --memory tokens:gated=true --trainable memory --out runs/c
   mnemic train pairs/ --model encoder-decoder:hidden_size=256 --label-smoothing 0.1 --out runs/d
+  mnemic train glue/cola --model bert-base-uncased --memory tokens:count=10 --out runs/cola
   mnemic train --resume --out runs/a
   mnemic train stdlib --print-config > run.toml && mnemic train --config run.toml"""
 
@@ -34,7 +38,11 @@ SETTINGS = "experiment.toml"  # in the run's folder: what was asked for
 class Experiment(TrainConfig):
     """What is trained on what, and how: all that one command says."""
 
-    corpus: str = option("", "a text file, a folder, a .jsonl file, hf:<dataset>, or a name from `mnemic list corpora`")
+    corpus: str = option(
+        "",
+        "a text file, a folder, a .jsonl file, hf:<dataset>, or a name from `mnemic list corpora` or `mnemic list "
+        "tasks`; task:<folder> is a task of your own, with train.tsv and dev.tsv",
+    )
     corpus_path: str | None = option(None, "where a corpus with a name lies on this machine, if not on the hub")
     model: str = option(
         "decoder",
@@ -46,6 +54,9 @@ class Experiment(TrainConfig):
         "auto", "bpe, word or byte to train one, a folder, a name on the hub; auto is the model's own"
     )
     vocab_size: int | None = option(None, "size of the vocabulary of a tokenizer that is trained here; unset: as usual")
+    epochs: float | None = option(
+        None, "how often the examples of a task are read, instead of steps; unset: 10, squad 3"
+    )
 
     def train_config(self) -> TrainConfig:
         """The part that the training loop takes."""
@@ -89,6 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     for text in experiment.memory:
         read_memory(text)  # a mistake is told before anything is loaded
     new = read_new_model(experiment.model)
+    if new is not None and is_task(experiment.corpus):
+        raise UsageError(f"{experiment.corpus} is a task, which a pretrained encoder learns: name one with --model")
     import torch
 
     from mnemic.data import open_corpus
@@ -106,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         if processes.is_main:
             keep_tokenizer(experiment, corpus, new_model=new is not None)
         processes.collect(None)  # the others find it in the run's folder
-        model, tokenizer = make_model(experiment, new)
+        model, tokenizer = make_model(experiment, new, corpus)
         give_memories(model, experiment.memory)
         if processes.is_main and not (out / SETTINGS).exists():
             write_text(out / SETTINGS, experiment.to_toml())  # for --resume
@@ -126,24 +139,41 @@ def read_experiment(arguments: argparse.Namespace) -> Experiment:
     """The settings: the defaults, then a file's, then the command line's."""
     typed = given(arguments, Experiment)
     saved = Path(typed.get("out", Experiment().out)) / SETTINGS
+    said: dict[str, Any] = {}
     if arguments.config:
-        base = Experiment.load(arguments.config)
+        said = Experiment.read(arguments.config)
     elif typed.get("resume") and saved.exists():
-        base = Experiment.load(saved)
-    else:
-        base = Experiment()
-    experiment = Experiment.from_dict({**base.to_dict(), **typed})
+        said = Experiment.read(saved)
+    if "epochs" in typed:  # the steps and the warm-up of a file follow from other epochs
+        said = {name: value for name, value in said.items() if name not in ("steps", "warmup")}
+    said |= typed
+    Experiment.from_dict(said)  # tells what is wrong with it
+    experiment = Experiment.from_dict(completed(said))
     saved = Path(experiment.out) / SETTINGS
     if experiment.resume and saved.exists():
         refuse_another_experiment(experiment, Experiment.load(saved))
     return experiment
 
 
+def completed(said: dict[str, Any]) -> dict[str, Any]:
+    """What was said, and for a task what is usual where nothing was."""
+    if not is_task(said.get("corpus", "")):
+        if said.get("epochs") is not None:
+            raise UsageError("--epochs is for tasks: a corpus is read for as many --steps as are given")
+        return said
+    from mnemic.data import open_task
+    from mnemic.train.fine_tuning import fine_tuning
+
+    task = open_task(said["corpus"], said.get("corpus_path"))
+    how = {name: said[name] for name in TrainConfig.types() if name in said}
+    return {**fine_tuning(task, said.get("epochs"), **how).to_dict(), **said}
+
+
 def refuse_another_experiment(experiment: Experiment, started: Experiment) -> None:
     """UsageError if a run is to go on with another model, tokenizer or corpus; the training loop checks the rest."""
     different = [
         f"{name} = {getattr(experiment, name)!r} (was {getattr(started, name)!r})"
-        for name in ("corpus", "model", "memory", "tokenizer", "vocab_size")
+        for name in ("corpus", "model", "memory", "tokenizer", "vocab_size", "epochs")
         if getattr(experiment, name) != getattr(started, name)
     ]
     if different:
@@ -153,14 +183,14 @@ def refuse_another_experiment(experiment: Experiment, started: Experiment) -> No
         )
 
 
-def make_model(experiment: Experiment, new: tuple[Any, dict[str, Any]] | None) -> tuple[Any, Any]:
+def make_model(experiment: Experiment, new: tuple[Any, dict[str, Any]] | None, corpus: Any) -> tuple[Any, Any]:
     """A new model, by its config class and settings, with a tokenizer that fits; or the model named, with its own."""
     if new is not None:
         tokenizer = make_tokenizer(experiment)
         return new_model(tokenizer, *new), tokenizer
     if experiment.tokenizer != "auto":
         raise UsageError(f"--tokenizer {experiment.tokenizer}: the model {experiment.model} has its own tokenizer")
-    return load_model(experiment.model)
+    return load_for_task(experiment.model, corpus) if is_task(experiment.corpus) else load_model(experiment.model)
 
 
 def tokenizer_kind(experiment: Experiment) -> str:

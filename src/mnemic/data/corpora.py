@@ -10,6 +10,7 @@ from mnemic.data.documents import Corpus
 from mnemic.data.hub import hub_corpus
 from mnemic.data.local import local_corpus, present
 from mnemic.data.pairs import Languages, ParallelCorpus, parallel_corpus, read_direction
+from mnemic.data.tasks import is_task, open_task
 from mnemic.errors import UsageError
 from mnemic.registry import Registry
 
@@ -36,8 +37,11 @@ def open_corpus(source: str, path: str | None = None) -> Corpus:
 
     A registered name is looked for at `path`, then in the folder that MNEMIC_DATA names, then on the hub. A file or
     folder that has the name of a corpus is opened with a slash in it: `./enwik8`. After a parallel corpus (a folder
-    with files such as train.de and train.en) may stand from which language to which it goes: `multi30k:en-de`.
+    with files such as train.de and train.en) may stand from which language to which it goes: `multi30k:en-de`. The
+    name of a task is one of a corpus too, and `task:<folder>` is a task of your own; see `open_task`.
     """
+    if is_task(source) or (source.startswith("glue/") and not present(Path(source))):
+        return open_task(source, path)
     name, languages = read_direction(source)
     if languages and present(Path(source).expanduser()):
         name, languages = source, None

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from mnemic.data.pairs import Pair
-from mnemic.data.shuffle import shuffled
+from mnemic.data.planned import PlannedBatches
 from mnemic.data.similar import chain, kept_similar
 from mnemic.data.streams import IGNORED, check_settings
 from mnemic.data.tokenized import TokenizedCorpus, tokenize_corpus
@@ -95,7 +95,7 @@ def _target_mode(tokenizer: Any) -> Iterator[None]:
         tokenizer._switch_to_input_mode()
 
 
-class PairBatches:
+class PairBatches(PlannedBatches):
     """An endless (or with `epochs` finite) iterator of batches of pairs, padded on the right.
 
     A batch is a dict of tensors with a row for each pair:
@@ -131,9 +131,7 @@ class PairBatches:
         check_settings(epochs, rank, batch_size=batch_size, segment_length=segment_length, world_size=world_size)
         self.pairs = pairs
         self.segment_length = segment_length
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epochs = epochs
+        self.seed, self.shuffle, self.epochs = seed, shuffle, epochs
         self._rank, self._world_size = rank, world_size
         self._multiple = batch_size * world_size
         self._order = order
@@ -146,20 +144,7 @@ class PairBatches:
         left_out = int((~self._fits).sum())
         if left_out and rank == 0 and epochs is None:  # once a run
             log.warning("%d of %d pairs are left out: longer than %d tokens", left_out, len(pairs), segment_length)
-        self._epoch, self._next = 0, 0
-        self._batches = self.plan(0)
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        if self._next == len(self._batches):
-            if self._epoch + 1 == self.epochs:
-                raise StopIteration
-            self._epoch, self._next = self._epoch + 1, 0
-            self._batches = self.plan(self._epoch)
-        self._next += 1
-        return self.batch(self._batches[self._next - 1])
+        self.begin()
 
     def plan(self, epoch: int) -> list[np.ndarray]:
         """The numbers of the pairs of each batch of an epoch."""
@@ -181,9 +166,6 @@ class PairBatches:
         if not np.array_equal(np.sort(order), np.arange(len(self.pairs))):
             raise UsageError(f"the order of pairs: expected each number from 0 to {len(self.pairs) - 1} once")
         return order
-
-    def _shuffled(self, count: int, draw: int) -> list[int]:
-        return [shuffled(place, count, self.seed, draw) for place in range(count)]
 
     def _cuts(self, widths: list[int]) -> Iterator[slice]:
         """Cuts pairs of these widths (the longer side) into batches."""
@@ -216,21 +198,6 @@ class PairBatches:
         pair = np.array(own + [NOBODY] * (rows - len(own)), np.int64)
         batch = {"input_ids": sources, "attention_mask": mask, "targets": targets, "pair": pair}
         return {name: torch.from_numpy(values) for name, values in batch.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many batches of which epoch were read, ready for JSON; the next one after loading it is the next now."""
-        return {**self._identity(), "epoch": self._epoch, "next": self._next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues exactly where `state_dict` was taken, refused if corpus or settings are others."""
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise UsageError(
-                    f"the stream was saved with {name} = {state.get(name)!r} and has {value!r} now: "
-                    f"resume with the same corpus and settings"
-                )
-        self._epoch, self._next = state["epoch"], state["next"]
-        self._batches = self.plan(self._epoch)
 
     @cached_property
     def _order_checksum(self) -> str | None:

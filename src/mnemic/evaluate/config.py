@@ -8,12 +8,14 @@ from mnemic.config import Config, option
 from mnemic.errors import UsageError, unknown_name
 from mnemic.registry import Registry
 
+WINDOW = 512
 METRICS = Registry(
     "metric",
     {
         "perplexity": "mnemic.evaluate.perplexity:perplexity",
         "masked_loss": "mnemic.evaluate.masked:masked_loss",
         "bleu": "mnemic.evaluate.translation:bleu",
+        "task": "mnemic.evaluate.tasks:task_figures",
         "frequency_buckets": "mnemic.evaluate.frequencies:frequency_buckets",
         "retrieval_accuracy": "mnemic.evaluate.retrieval:retrieval_accuracy",
         "memory_usage": "mnemic.evaluate.usage:memory_usage",
@@ -26,13 +28,17 @@ class EvaluateConfig(Config):
     """What to measure, and how a document is cut for it."""
 
     metrics: list[str] = option(
-        ["perplexity"],
-        "what to measure: perplexity, masked_loss, bleu, frequency_buckets, retrieval_accuracy, memory_usage",
+        ["auto"],
+        "what to measure: perplexity, masked_loss, bleu, task, frequency_buckets, retrieval_accuracy, memory_usage; "
+        "auto is what the model was made for",
     )
     split: str = option("valid", "the part of the corpus to measure on: train, valid, test or all")
-    window: int = option(512, "tokens that the model reads at once")
+    window: int | None = option(
+        None, "tokens that the model reads at once; unset: 512, of an example in a task 128, with a question 384"
+    )
     stride: int | None = option(
-        None, "tokens by which a window moves on, and which it scores; the whole window if unset"
+        None,
+        "tokens by which a window moves on, and which it scores; unset: the whole window, in questions 128",
     )
     batch_size: int = option(
         8,
@@ -51,12 +57,18 @@ class EvaluateConfig(Config):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"EvaluateConfig.{name} = {value}: expected 1 or more")
-        if self.stride is not None and self.stride > self.window:
+        if self.stride is not None and self.stride > self.text_window:
             raise UsageError(
-                f"EvaluateConfig.stride = {self.stride} is more than window = {self.window}: tokens would be left out"
+                f"EvaluateConfig.stride = {self.stride} is more than window = {self.text_window}: "
+                "tokens would be left out"
             )
         if not self.metrics:
             raise UsageError(f"EvaluateConfig.metrics is empty: choose from {', '.join(METRICS)}")
         for metric in self.metrics:
-            if metric not in METRICS:
-                raise unknown_name("metric", metric, METRICS)
+            if metric not in (known := ("auto", *METRICS)):
+                raise unknown_name("metric", metric, known)
+
+    @property
+    def text_window(self) -> int:
+        """Tokens of a text that the model reads at once."""
+        return WINDOW if self.window is None else self.window

@@ -9,9 +9,13 @@ from typing import Any
 
 from mnemic.data import Document, TokenizedCorpus, open_corpus, tokenize_corpus
 from mnemic.data.pair_batches import tokenize_pairs
+from mnemic.data.tasks import Task
 from mnemic.errors import UsageError
 from mnemic.evaluate.config import METRICS, EvaluateConfig
-from mnemic.train.objectives import check_vocabulary, model_kind
+from mnemic.hf.positions import positions
+from mnemic.train.config import TrainConfig
+from mnemic.train.fine_tuning import TABLE_3
+from mnemic.train.objectives import check_length, check_vocabulary, make_objective, model_kind, refuse_task
 from mnemic.train.report import versions
 from mnemic.train.seq2seq import check_parallel
 from mnemic.train.state import untouched
@@ -33,18 +37,29 @@ def evaluate(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig | N
     config = config or EvaluateConfig.from_dict(options)
     corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
     text = text_of(model, tokenizer, corpus, config)
+    usual = _USUAL[model_kind(model)]
+    metrics = [usual if metric == "auto" else metric for metric in config.metrics]
+    if isinstance(text, TaskText) and (other := [metric for metric in metrics if metric != usual]):
+        raise UsageError(f"{other[0]} is of language models: {type(model).__name__} is measured with {usual!r}")
     result = Result(model=type(model).__name__, corpus=corpus.name)
     with untouched(model):
-        for metric in config.metrics:
+        for metric in metrics:
             result |= METRICS.load(metric)(model, tokenizer, text, config)
     settings = {name: value for name, value in config.to_dict().items() if name != "schema"}
-    return Result(result | {"documents": len(text.tokens), **settings, "versions": versions()})
+    used = {"metrics": metrics, "window": text.window}
+    return Result(result | {"documents": len(text), **settings, **used, "versions": versions()})
+
+
+_USUAL = {"masked": "masked_loss", "classification": "task", "spans": "task"} | dict.fromkeys(
+    ("causal", "seq2seq"), "perplexity"
+)
 
 
 class Text:
     """The documents to measure on: their token ids, and how much text they are in other units."""
 
     def __init__(self, corpus: Any, tokenizer: Any, config: EvaluateConfig) -> None:
+        self.window = config.text_window
         self.characters = 0
         documents: Iterator[Document] = islice(corpus.documents(config.split), config.max_documents)
         if config.max_tokens is not None:
@@ -52,6 +67,9 @@ class Text:
         self.tokens: TokenizedCorpus = tokenize_corpus(self._counted(documents), tokenizer)
         self.words = int(self.tokens.word_counts.sum())
         self.bytes = int(self.tokens.byte_counts.sum())
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     def _counted(self, documents: Iterator[Document]) -> Iterator[Document]:
         for document in documents:
@@ -63,6 +81,7 @@ class PairedText:
     """The pairs to measure on: their token ids, the targets' texts, and how much text these are in other units."""
 
     def __init__(self, corpus: Any, tokenizer: Any, config: EvaluateConfig) -> None:
+        self.window = config.text_window
         pairs = list(islice(check_parallel(corpus).pairs(config.split), config.max_documents))
         if config.max_tokens is not None:
             targets = (pair.target for pair in pairs)
@@ -73,11 +92,36 @@ class PairedText:
         self.words = int(self.tokens.target.word_counts.sum())
         self.bytes = int(self.tokens.target.byte_counts.sum())
 
+    def __len__(self) -> int:
+        return len(self.tokens)
 
-def text_of(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig) -> Text | PairedText:
-    """What a model is to be measured on: documents, or pairs for one that translates."""
+
+class TaskText:
+    """The examples to measure on, by the parts of the split, and to how many tokens they are cut."""
+
+    def __init__(self, model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig) -> None:
+        if config.max_tokens is not None:
+            raise UsageError(f"max_tokens = {config.max_tokens} is of texts: in a task give max_documents")
+        objective: Any = make_objective("auto", model, tokenizer, config.seed)
+        self.task: Task = objective.check(corpus)
+        usual = TABLE_3[self.task.kind]["segment_length"]
+        self.window: int = config.window or min(usual, positions(model) or usual)
+        check_length(model, self.window, "window")
+        self.stride = config.stride or TrainConfig().stride
+        parts = self.task.parts(config.split).items()
+        self.parts = {part: list(islice(self.task.examples(name), config.max_documents)) for part, name in parts}
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts.values()))
+
+
+def text_of(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig) -> Any:
+    """What a model is to be measured on: documents, pairs for one that translates, or the examples of a task."""
     check_vocabulary(model, tokenizer)
-    return (PairedText if model_kind(model) == "seq2seq" else Text)(corpus, tokenizer, config)
+    if (kind := model_kind(model)) in ("classification", "spans"):
+        return TaskText(model, tokenizer, corpus, config)
+    refuse_task(corpus, model)
+    return (PairedText if kind == "seq2seq" else Text)(corpus, tokenizer, config)
 
 
 def _until(documents: Iterator[Document], tokenizer: Any, most: int) -> Iterator[Document]:

@@ -19,7 +19,7 @@ def masked_loss(model: Any, tokenizer: Any, text: Text, config: EvaluateConfig) 
     Which ones are hidden depends on the seed and the window alone.
     """
     objective = make_objective("masked", model, tokenizer, config.seed)
-    check_length(model, config.window, "window")
+    check_length(model, config.text_window, "window")
     total, count = total_loss(objective, hidden_windows(text.tokens, config, objective), None)
     mean = total / count if count else None
     return {"masked_loss": mean, "masked_perplexity": mean and math.exp(mean), "masked_tokens": count}
@@ -30,7 +30,7 @@ def hidden_windows(
 ) -> Iterator[tuple[Batch, Any]]:
     """Windows side by side over each document, with tokens hidden in each as if it were alone."""
     number = 0
-    for batch in SlidingWindows(tokens, config.window, config.window, config.batch_size):
+    for batch in SlidingWindows(tokens, config.text_window, config.text_window, config.batch_size):
         for row, length in enumerate(batch["attention_mask"].sum(1).tolist()):
             alone = {name: tensor[row : row + 1, :length] for name, tensor in batch.items()}
             for name, tensor in objective.prepare(alone, number).items():

@@ -100,7 +100,7 @@ class Handle(nn.Module):
     def check_training(self, config: Any, kind: str) -> None:
         """Refuses settings of training (TrainConfig) that this memory cannot be trained with.
 
-        kind: of the model, "causal", "masked" or "seq2seq".
+        kind: of the model, "causal", "masked", "seq2seq", "classification" or "spans".
         """
 
     def begin_step(self, step: int, steps: int) -> None:

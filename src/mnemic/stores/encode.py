@@ -49,7 +49,7 @@ class Encoder:
         from mnemic.train.objectives import make_objective, model_kind
 
         kind = model_kind(model)
-        if kind == "masked":
+        if kind not in ("causal", "seq2seq"):
             raise UsageError(
                 f"{type(model).__name__} does not predict next tokens: a store is made by a causal or a "
                 "sequence-to-sequence model"

@@ -15,6 +15,8 @@ OBJECTIVES = Registry(
         "next-token": "mnemic.train.objectives:NextToken",
         "masked": "mnemic.train.objectives:Masked",
         "seq2seq": "mnemic.train.seq2seq:Seq2Seq",
+        "classification": "mnemic.train.tasks:Classification",
+        "spans": "mnemic.train.tasks:Spans",
     },
 )
 SCHEDULES = Registry(
@@ -42,8 +44,10 @@ class TrainConfig(Config):
     batch_size: int = option(8, "rows in a batch, of all processes; each row reads its own documents, a segment a step")
     segment_length: int = option(
         128,
-        "tokens in a row of a batch; translating, a batch has as many rows as make batch_size x segment_length tokens",
+        "tokens in a row of a batch; translating, a batch has as many rows as make batch_size x segment_length tokens; "
+        "in a task, to how many an example is cut",
     )
+    stride: int = option(128, "tokens by which windows move on over a text with the answer to a question; spans only")
     batching: Literal["documents", "consecutive", "similar", "shuffled"] = option(
         "documents",
         "rows of a batch: documents, read on from batch to batch; consecutive segments of a text; segments with many "
@@ -71,13 +75,15 @@ class TrainConfig(Config):
     log_every: int = option(10, "steps between lines of log.jsonl; a line has the mean loss since the one before")
     evaluate_every: int = option(0, "steps between losses on the valid split; the best model goes to best/; 0 is never")
     trackers: list[str] = option([], "where else to log: tensorboard, wandb")
-    objective: str = option("auto", "next-token, masked, seq2seq, or auto: what the model was made for")
+    objective: str = option(
+        "auto", "next-token, masked, seq2seq, classification, spans, or auto: what the model was made for"
+    )
     label_smoothing: float = option(0.0, "share of a target's probability that is spread over all tokens; seq2seq only")
     split: str = option("train", "the part of the corpus to train on")
-    trainable: Literal["all", "memory", "slots"] = option(
+    trainable: Literal["all", "memory", "base", "slots"] = option(
         "all",
-        "memory freezes the base model and trains its memories only; slots freezes all but the slots of product keys "
-        "that were chosen with learn_only",
+        "memory freezes the base model and trains its memories only; base freezes the memories; slots freezes all but "
+        "the slots of product keys that were chosen with learn_only",
     )
     resume: bool = option(False, "continue the run in `out` from its newest checkpoint, if there is one")
 
@@ -87,6 +93,7 @@ class TrainConfig(Config):
             "steps",
             "batch_size",
             "segment_length",
+            "stride",
             "accumulate",
             "checkpoint_every",
             "keep",

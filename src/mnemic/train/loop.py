@@ -196,7 +196,7 @@ class Loop:
         """The token ids of a split, kept in the run's folder."""
         folder = self.out / "tokens" / split
         if self.processes.is_main:
-            tokens = self.objective.tokenize(self.corpus, split, folder)
+            tokens = self.objective.tokenize(self.corpus, split, folder, self.config)
         self.processes.collect(None)  # the others wait for the folder
         return tokens if self.processes.is_main else self.objective.open_tokens(folder)
 

@@ -15,21 +15,29 @@ from torch import Tensor
 
 from mnemic.augment import AugmentedModel
 from mnemic.data import DocumentStreams, TokenizedCorpus, tokenize_corpus
+from mnemic.data.tasks import Task
 from mnemic.errors import UsageError
 from mnemic.hf.entrance import can_separate_documents, documents_apart
 from mnemic.hf.losses import IGNORED, masked_token_losses, token_losses
 from mnemic.hf.positions import positions
 from mnemic.train.carries import Carry
-from mnemic.train.config import OBJECTIVES
+from mnemic.train.config import OBJECTIVES, TrainConfig
 
 Batch = dict[str, Tensor]
-_USUAL = {"causal": "next-token", "masked": "masked", "seq2seq": "seq2seq"}
+_USUAL = {
+    "causal": "next-token",
+    "masked": "masked",
+    "seq2seq": "seq2seq",
+    "classification": "classification",
+    "spans": "spans",
+}
+_TASK_HEADS = {"ForSequenceClassification": "classification", "ForQuestionAnswering": "spans"}
 
 
 class Objective(ABC):
     """One way to train: how a batch is prepared, and its loss."""
 
-    kind: ClassVar[str]  # of the models it suits: "causal", "masked" or "seq2seq"
+    kind: ClassVar[str]  # of the models it suits: one of those that `model_kind` names
     stream: ClassVar[type] = DocumentStreams  # what makes batches of the tokens
 
     def __init__(self, model: Any, tokenizer: Any, seed: int) -> None:
@@ -39,8 +47,9 @@ class Objective(ABC):
         self.accepts = frozenset(inspect.signature(model.forward).parameters)
         self.keeps_documents_apart = "document_starts" in self.accepts
 
-    def tokenize(self, corpus: Any, split: str, folder: Path) -> Any:
+    def tokenize(self, corpus: Any, split: str, folder: Path, config: TrainConfig) -> Any:
         """The token ids of a split, written to a folder."""
+        refuse_task(corpus, self.model)
         return tokenize_corpus(corpus.documents(split), self.tokenizer, folder)
 
     def open_tokens(self, folder: Path) -> Any:
@@ -86,7 +95,7 @@ class Objective(ABC):
 
     @abstractmethod
     def losses(self, batch: Batch, carry: Any) -> Tensor:
-        """The loss of each target, (B, T), 0 where there is none; moves `carry` on."""
+        """The loss of each target, in the shape of these, 0 where there is none; moves `carry` on."""
 
     def loss(self, batch: Batch, carry: Any) -> tuple[Tensor, int]:
         """The sum of the losses of a batch's targets, and how many targets there are; moves `carry` on."""
@@ -199,7 +208,10 @@ def make_objective(name: str, model: Any, tokenizer: Any, seed: int, label_smoot
 
 
 def model_kind(model: Any) -> str:
-    """ "causal", "masked" or "seq2seq", by the model's head; UsageError if it has none that we can train."""
+    """ "causal", "masked", "seq2seq", "classification" or "spans", by the model's head; UsageError if it has none."""
+    for head, kind in _TASK_HEADS.items():
+        if any(base.__name__.endswith(head) for base in type(model).__mro__):
+            return kind
     if getattr(model.config, "is_encoder_decoder", False) and model.can_generate():
         return "seq2seq"
     if any(kind.__name__.endswith("ForMaskedLM") for kind in type(model).__mro__):
@@ -208,8 +220,17 @@ def model_kind(model: Any) -> str:
         return "causal"
     raise UsageError(
         f"{type(model).__name__} has no language-model head: load it with AutoModelForCausalLM, AutoModelForMaskedLM "
-        "or AutoModelForSeq2SeqLM"
+        "or AutoModelForSeq2SeqLM, or for a task with mnemic.with_head"
     )
+
+
+def refuse_task(corpus: Any, model: Any) -> None:
+    """UsageError if a model without a head for it is given a task."""
+    if isinstance(corpus, Task):
+        raise UsageError(
+            f"{corpus.name} is a task, and {type(model).__name__} a language model without a head for it: give a "
+            "pretrained encoder one with mnemic.with_head(encoder, task), or train it with `mnemic train`"
+        )
 
 
 def check_length(model: Any, length: int, option: str) -> None:

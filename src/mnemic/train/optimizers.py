@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mnemic.errors import UsageError
+from mnemic.hf.fingerprint import MEMORY
 from mnemic.memories.product_keys.layer import ValueTable
 from mnemic.train.config import OPTIMIZERS, TrainConfig
 from mnemic.train.rows import Adafactor, AdamW
@@ -15,18 +16,20 @@ from mnemic.train.rows import Adafactor, AdamW
 
 def select_trainable(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
     """The parameters to train by name, each shared one once; unless `trainable="all"`, the others are frozen."""
-    if config.trainable == "memory":
-        if not any(name.startswith("memory.") for name, _ in model.named_parameters()):
-            raise UsageError(
-                f"trainable = 'memory', but {type(model).__name__} has no parameters of a memory: "
-                "give it one with mnemic.augment, or train with trainable = 'all'"
-            )
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith("memory."))
     if config.trainable == "slots":
         tables = tables_that_learn(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in tables)
+    elif config.trainable != "all":
+        of_memory = {name for name, _ in model.named_parameters() if name.startswith(MEMORY)}
+        if not of_memory:
+            raise UsageError(
+                f"trainable = {config.trainable!r}, but {type(model).__name__} has no parameters of a memory: "
+                "give it one with mnemic.augment, or train with trainable = 'all'"
+            )
+        for name, parameter in model.named_parameters():
+            if name in of_memory or config.trainable == "memory":
+                parameter.requires_grad_(name in of_memory and config.trainable == "memory")
     chosen = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not chosen:
         raise UsageError(f"every parameter of {type(model).__name__} is frozen: set requires_grad on those to train")

@@ -14,6 +14,7 @@ from mnemic.data.pair_batches import PairBatches, TokenizedPairs, tokenize_pairs
 from mnemic.data.pairs import ParallelCorpus
 from mnemic.errors import UsageError
 from mnemic.hf.losses import IGNORED, token_losses
+from mnemic.train.config import TrainConfig
 from mnemic.train.objectives import Batch, Objective
 
 
@@ -30,7 +31,7 @@ class Seq2Seq(Objective):
         self.start = decoder_start(model)
         self.padding = padding_token(model, tokenizer)
 
-    def tokenize(self, corpus: Any, split: str, folder: Path) -> TokenizedPairs:
+    def tokenize(self, corpus: Any, split: str, folder: Path, config: TrainConfig) -> TokenizedPairs:
         """The token ids of the pairs of a split, written to a folder."""
         return tokenize_pairs(partial(check_parallel(corpus).pairs, split), self.tokenizer, folder)
 

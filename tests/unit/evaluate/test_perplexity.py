@@ -186,7 +186,7 @@ def test_what_cannot_be_measured_is_refused(corpus, tokenizer, make_model):
     with pytest.raises(UsageError, match="leave stride unset"):
         mnemic.evaluate(make_model(), tokenizer, corpus, window=8, stride=4)
     with pytest.raises(UsageError, match=r"metrics = \['masked_loss'\]"):
-        mnemic.evaluate(make_model("bert"), tokenizer, corpus)
+        mnemic.evaluate(make_model("bert"), tokenizer, corpus, metrics=["perplexity"])
     with pytest.raises(UsageError, match="not both"):
         mnemic.evaluate(make_model(), tokenizer, corpus, EvaluateConfig(), window=8)
     with pytest.raises(UsageError, match="did you mean 'window'"):
@@ -207,6 +207,9 @@ def test_masked_loss_depends_on_the_seed_and_not_on_the_batch_size(corpus, token
     assert len({result["masked_tokens"] for result in results}) == 1
     assert results[0]["masked_tokens"] > 0
     losses = [result["masked_loss"] for result in results]
+    usual = mnemic.evaluate(model, tokenizer, corpus, split="train", window=12)
+    assert usual["masked_loss"] == pytest.approx(losses[0], rel=1e-6)
+    assert usual["metrics"] == ["masked_loss"]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     assert measure(seed=1)["masked_loss"] != losses[0]
     with pytest.raises(UsageError, match="'masked' is for masked models"):
