@@ -135,8 +135,13 @@ def read_new_model(text: str) -> tuple[Any, dict[str, Any]] | None:
 
 def new_model(tokenizer: Any, config: Any, settings: dict[str, Any]) -> Any:
     """A new model of ours for the vocabulary of `tokenizer`; `settings` are those of the class `config`."""
+    from transformers import AutoModelForMaskedLM
+
     from mnemic import models
 
+    if not hasattr(config, "help"):  # of transformers: BERT and its kin
+        special = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+        return AutoModelForMaskedLM.from_config(config(**{**settings, **special}))
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if config is models.MnemicEncoderDecoderConfig:
         special["decoder_start_token_id"] = tokenizer.eos_token_id
@@ -160,7 +165,8 @@ def settings_of(config: Any) -> dict[str, Any]:
     """The settings of a config class of ours that a user chooses, and their types; the tokenizer decides the others."""
     kinds = {field.name: field.type for field in dataclasses.fields(config)}
     decided = ("vocab_size", "is_encoder_decoder")
-    return {name: kinds[name] for name in config.help() if name not in decided and not name.endswith("_token_id")}
+    named = config.help() if hasattr(config, "help") else vars(config).get("__annotations__", {})
+    return {name: kinds[name] for name in named if name not in decided and not name.endswith("_token_id")}
 
 
 def decoder_settings() -> dict[str, Any]:

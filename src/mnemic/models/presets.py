@@ -1,5 +1,5 @@
-"""Backbones by name: the sizes of the TRIME paper (arXiv 2205.12674, Table 9) and of Memorizing Transformers (arXiv
-2203.08913), and small ones for two cores.
+"""Backbones by name: the sizes of the TRIME paper (arXiv 2205.12674, Table 9), of Memorizing Transformers (arXiv
+2203.08913) and of Large Product Key Memory (arXiv 2010.03881, Table 1), and small ones for two cores.
 
 What the sizes come to, and where they differ from the paper's figure:
 
@@ -10,6 +10,9 @@ What the sizes come to, and where they differ from the paper's figure:
     trime-39m     39.5M  one table for source and target, as large as the two of fairseq's IWSLT'14 (8,848 + 6,632)
     memorizing   183.9M  12 layers of 1024 and a vocabulary of 32,000; the paper says around 200M
     memorizing-1b, -8b   the paper prints no shapes: 24 layers of 2048 are 1.27B, 40 of 4096 are 8.19B
+    bert-base    109.5M  with ProductKeys() 514.8M, in place of the feed-forward 505.3M; the paper: 110M, 515M, 506M
+    bert-large   335.1M  875.2M, 858.4M; the paper: 340M, 876M, 860M, BERT's own round figure and what follows from it
+    distilbert    66.4M  471.6M
     trime-sru-42m 42.1M  the paper says 42M only: 10 layers and d / d' = 4 are those of the published SRU++ of enwik8
 """
 
@@ -17,15 +20,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import BertConfig, DistilBertConfig, PreTrainedConfig
+
 from mnemic.errors import unknown_name
-from mnemic.models.config import BackboneConfig, MnemicDecoderConfig, MnemicEncoderDecoderConfig
+from mnemic.models.config import MnemicDecoderConfig, MnemicEncoderDecoderConfig
 from mnemic.models.sru_config import MnemicSRUConfig
 
 _FAIRSEQ: dict[str, Any] = {"position": "sinusoidal", "activation": "relu"}
 _T5: dict[str, Any] = {"position": "t5"}
 _WIKITEXT_103 = _FAIRSEQ | {"vocab_size": 267_744, "adaptive_cutoffs": [20_000, 60_000]}
 
-PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
+PRESETS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "trime-247m": (
         MnemicDecoderConfig,
         _WIKITEXT_103
@@ -75,6 +80,12 @@ PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
         | {"num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 16_384, "num_attention_heads": 32}
         | {"vocab_size": 32_000},
     ),
+    "bert-base": (BertConfig, {}),
+    "bert-large": (
+        BertConfig,
+        {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16},
+    ),
+    "distilbert": (DistilBertConfig, {}),
     "memorizing-small": (
         MnemicDecoderConfig,
         _T5
@@ -103,7 +114,7 @@ PRESETS: dict[str, tuple[type[BackboneConfig], dict[str, Any]]] = {
 }
 
 
-def preset(name: str, **changes: Any) -> BackboneConfig:
+def preset(name: str, **changes: Any) -> PreTrainedConfig:
     """The config of the preset `name`, with some settings changed."""
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
