@@ -55,7 +55,8 @@ class ByRows:
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "rows_rate": self.rows_rate, "clip": self.clip}  # type: ignore[misc]
+        kept: Any = super().__getstate__()
+        return {**kept, "rows_rate": self.rows_rate, "clip": self.clip}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tables = {parameter: kept for parameter, kept in state["state"].items() if "place" in kept}
