@@ -204,8 +204,10 @@ class QueryBatchNorm(nn.BatchNorm1d):
             return super().forward(queries)
         if len(queries) < 2 or not self.weight.requires_grad:
             return F.batch_norm(queries, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        if repeated():
-            return F.batch_norm(queries, None, None, self.weight, self.bias, training=True, eps=self.eps)
+        if repeated():  # with copies, for checkpointing expects the same tensors to be saved as the first time
+            mean: Any = self.running_mean
+            var: Any = self.running_var
+            return F.batch_norm(queries, mean.clone(), var.clone(), self.weight, self.bias, training=True, eps=self.eps)
         return super().forward(queries)
 
 
