@@ -75,7 +75,11 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 def check_same_run(one: Path, other: Path) -> None:
     """The same losses, evaluations, norms and weights, but for the order of sums."""
-    ours, theirs = lines(one), lines(other)
+    ours, theirs = (
+        # how a memory is used is told by the main process, of its own rows
+        [{key: value for key, value in line.items() if "top1" not in key} for line in lines(out)]
+        for out in (one, other)
+    )
     assert [sorted(line) for line in ours] == [sorted(line) for line in theirs]
     for here, there in zip(ours, theirs, strict=True):
         assert here.pop("evaluation", {}) == pytest.approx(there.pop("evaluation", {}), rel=1e-9)
