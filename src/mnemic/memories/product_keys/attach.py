@@ -224,6 +224,7 @@ def renewed(module: nn.Module, stack: Any) -> nn.Module:
     for tensor in copied.parameters():
         tensor._is_hf_initialized = False  # type: ignore[attr-defined]
     for part in reversed(list(copied.modules())):  # some draw again what their parts have drawn
+        vars(part).pop("forward", None)  # put there by someone else for the old one
         part._is_hf_initialized = False  # type: ignore[assignment]
         stack._init_weights(part)
     return copied
