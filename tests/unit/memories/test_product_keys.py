@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertForPreTraining
 
 import mnemic
 from mnemic.errors import UsageError
+from mnemic.memories.product_keys.attach import Attached
 from tests.contract.architectures import EOS, PAD, VOCABULARY, build
 
 SIZES: dict[str, Any] = {"slots": 64, "heads": 2, "k": 4, "key_dim": 8}
@@ -249,7 +251,7 @@ def test_activation_checkpointing_changes_nothing(architecture: str, norm: str, 
     torch.testing.assert_close(same_buffers, buffers)
     assert all(torch.equal(one, other) for one, other in zip(rows, same_rows, strict=True))
     for number in counts:
-        torch.testing.assert_close(dataclasses.asdict(same_counts[number]), dataclasses.asdict(counts[number]))
+        torch.testing.assert_close(dataclasses.asdict(same_counts[number]), dataclasses.asdict(counts[number]), **CLOSE)
 
 
 def test_a_gradient_that_has_waited_too_long_with_checkpoints_is_told() -> None:
@@ -373,3 +375,32 @@ def test_models_in_one_process_share_nothing() -> None:
         assert not torch.allclose(model(ids).logits, before)
     twin.memory.detach()
     assert torch.equal(one(ids).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "published"),
+    [
+        ({}, [3, 7], {"base": 110, "PKM": 506, "ResM": 515}),
+        (
+            {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+            [7, 15],
+            {"base": 336, "PKM": 859, "ResM": 876},  # the paper says 340, as the first paper on BERT, and 860
+        ),
+    ],
+    ids=["base", "large"],
+)
+def test_the_papers_models_have_the_papers_size(shape: Any, layers: list[int], published: dict[str, int]) -> None:
+    """Table 1 of arXiv 2010.03881, which counts the heads of pretraining, and not what PKM replaces."""
+    config = mnemic.ProductKeys()
+    with torch.device("meta"):
+        model = BertForPreTraining(BertConfig(**shape))
+        memory = Attached(config, layers, model.config.hidden_size, ["batch"] * 2)
+    assert config.usual_layers(model.config.num_hidden_layers) == layers
+
+    def millions(*modules: nn.Module) -> float:
+        return sum(p.numel() for module in modules for p in module.parameters()) / 1e6
+
+    blocks = [model.bert.encoder.layer[number] for number in layers]
+    replaced = millions(*(part for block in blocks for part in (block.intermediate, block.output.dense)))
+    sizes = {"base": millions(model), "ResM": millions(model, memory), "PKM": millions(model, memory) - replaced}
+    assert {name: round(size) for name, size in sizes.items()} == published
