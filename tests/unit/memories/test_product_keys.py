@@ -239,7 +239,7 @@ def test_the_papers_models_have_the_papers_size(shape: Any, layers: list[int], p
     config = mnemic.ProductKeys()
     with torch.device("meta"):
         model = BertForPreTraining(BertConfig(**shape))
-        memory = Attached(config, layers, model.config.hidden_size, ["batch"] * 2)
+        memory = Attached(config, layers, model.config.hidden_size, ["batch"] * 2, next(model.parameters()))
     assert config.usual_layers(model.config.num_hidden_layers) == layers
 
     def millions(*modules: nn.Module) -> float:
