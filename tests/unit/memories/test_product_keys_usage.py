@@ -82,7 +82,7 @@ def test_nothing_read_yet() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=20))
-def test_the_divergence_is_scipys(numbers: list[int]) -> None:
+def test_the_divergence_is_its_definition(numbers: list[int]) -> None:
     total = sum(numbers)
     expected = sum(n / total * math.log(n / total * len(numbers)) for n in numbers if n) if total else 0.0
     assert from_uniform(torch.tensor(numbers)) == pytest.approx(expected, abs=1e-12)
