@@ -83,6 +83,11 @@ def mask_being_read() -> torch.Tensor | None:
     return None if call is None else call.mask
 
 
+def is_reading() -> bool:
+    """Whether a forward of a stack is under way; a layer that runs once more for its gradient is in none."""
+    return _call.get() is not None
+
+
 class Entrance:
     """The hooks on a model's stack (and on the decoder that reads an encoder's output)."""
 

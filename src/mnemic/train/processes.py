@@ -151,11 +151,13 @@ class Processes:
         """
         if self.count == 1:
             return list(numbers)
-        sums = self.sum(*numbers, *(int(parameter.grad is not None) for parameter in parameters.values()))
+        sparse = self.count + 1  # counts for more than dense ones in all processes
+        kinds = [0 if p.grad is None else sparse if p.grad.is_sparse else 1 for p in parameters.values()]
+        sums = self.sum(*numbers, *kinds)
         by_kind: dict[torch.dtype, list[Tensor]] = {}
         for parameter, somewhere in zip(parameters.values(), sums[len(numbers) :], strict=True):
             if somewhere and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = no_rows(parameter) if somewhere >= sparse else torch.zeros_like(parameter)
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = self._add_rows(parameter.grad.coalesce())
             elif parameter.grad is not None:
@@ -185,6 +187,13 @@ class Processes:
         return summed.coalesce()
 
 
+def no_rows(parameter: nn.Parameter) -> Tensor:
+    """The sparse gradient of a table of which nothing was read."""
+    rows = torch.empty(1, 0, dtype=torch.long, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+
+
 def check_divisible(model: nn.Module, processes: Processes, config: TrainConfig) -> None:
     """UsageError if several processes could not train as one would."""
     whole = processes.count * config.accumulate * config.consecutive
@@ -197,7 +206,7 @@ def check_divisible(model: nn.Module, processes: Processes, config: TrainConfig)
         if processes.count > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UsageError(
                 f"{name} normalises over the whole batch, of which each of {processes.count} processes sees only a "
-                "part: train this model in one process"
+                "part: train this model in one process, or product keys with query_norm = 'layer'"
             )
 
 

@@ -8,6 +8,7 @@ as they are to the last bit, are not decayed, and have no moments. Everything el
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,6 +53,16 @@ class ByRows:
         for _, table, grad in tables:
             table.grad = grad
         return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept: Any = super().__getstate__()
+        return {**kept, "rows_rate": self.rows_rate, "clip": self.clip}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tables = {parameter: kept for parameter, kept in state["state"].items() if "place" in kept}
+        others = {parameter: kept for parameter, kept in state["state"].items() if parameter not in tables}
+        super().__setstate__({**state, "state": defaultdict(dict, others)})  # type: ignore[misc]
+        self.state.update(tables)  # which have no "step" that torch asks every state for
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`; torch would make all of a state what the parameter is, row numbers too."""

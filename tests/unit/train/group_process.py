@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import mnemic
 import mnemic.train.loop
 from mnemic.data import train_tokenizer
 from mnemic.data.documents import Corpus
@@ -37,6 +38,7 @@ OFTEN = {"log_every": 1, "checkpoint_every": 3, "evaluate_every": 4, "keep": 99,
 def make_model(kind: str, options: dict[str, Any], vocabulary: int) -> Any:
     """A model without dropout unless asked for, in float64."""
     torch.manual_seed(options.pop("seed"))
+    product_keys = options.pop("product_keys", None)
     if kind == "decoder":
         shape = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "xl_length": 12}
         model = MnemicDecoderForCausalLM(MnemicDecoderConfig(vocab_size=vocabulary, **{**shape, **options}))
@@ -45,6 +47,8 @@ def make_model(kind: str, options: dict[str, Any], vocabulary: int) -> Any:
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
+    if product_keys is not None:
+        mnemic.augment(model, mnemic.ProductKeys(slots=64, heads=2, k=4, key_dim=8, **product_keys))
     return model.double()
 
 
@@ -61,8 +65,10 @@ def go_wrong(fault: str, when: int, model: Any) -> None:
         model.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
         if dist.get_rank() == 1:
             model.lm_head.register_forward_hook(lambda module, given, out: out + model.bias)
-    if fault == "sparse":
-        model.transformer.wpe.sparse = True
+    if fault == "table of one":
+        model.table = torch.nn.Embedding(model.config.vocab_size, 1, sparse=True, dtype=torch.float64)
+        if dist.get_rank() == 1:
+            model.lm_head.register_forward_hook(lambda module, given, out: out + model.table(out.argmax(-1)))
 
     def faulty_step(self: Any, batch: Any) -> None:
         if self.progress.step + 1 == when:

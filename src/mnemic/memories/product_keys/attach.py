@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -40,12 +41,12 @@ class Attached(Handle):
 
     config: ProductKeys
 
-    def __init__(self, config: ProductKeys, numbers: list[int], width: int, norm: str, like: Tensor) -> None:
+    def __init__(self, config: ProductKeys, numbers: list[int], width: int, norms: list[str], like: Tensor) -> None:
         super().__init__(config)
         self.numbers = numbers
         self.layers, self.tables, self.renewed = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
         sizes = {"slots": config.slots, "heads": config.heads, "k": config.k, "key_dim": config.key_dim}
-        for number in numbers:
+        for number, norm in zip(numbers, norms, strict=True):
             layer = ProductKeyLayer(width, **sizes, norm=norm, cosine=config.cosine, gated=config.gated)
             layer.select = quick_best_slots
             self.layers[str(number)] = layer
@@ -72,10 +73,10 @@ class Attached(Handle):
                 f"ProductKeys.layers = {config.layers}: {type(places.stack).__name__} has the layers 0 to "
                 f"{len(blocks) - 1}, and not {outside[0]}"
             )
-        causal = places.anatomy.kind == "causal"
-        norm = {"auto": "layer" if causal else "batch"}.get(config.query_norm, config.query_norm)
+        auto = config.query_norm == "auto"
+        norms = [usual_norm(number, places) if auto else config.query_norm for number in numbers]
         width: int = places.stack.config.hidden_size  # type: ignore[union-attr, assignment]
-        handle = cls(config, numbers, width, norm, next(places.blocks[0].parameters()))
+        handle = cls(config, numbers, width, norms, next(places.blocks[0].parameters()))
         for number in numbers:
             handle._put_into(number, blocks[number], places)
         return handle
@@ -106,12 +107,12 @@ class Attached(Handle):
         """PKM(x) for the input (..., d) of a layer's feed-forward; 0 where a token is padding."""
         layer: Any = self.layers[str(number)]
         flat = states.reshape(-1, states.shape[-1])
-        tokens = flat if real is None else flat[real]
+        tokens = (flat if real is None else flat[real]).to(layer.keys.dtype)
         slots, weights = layer.find(tokens)
         if not repeated():
             for usage in self._listeners():
                 usage.add(number, slots, weights)
-        found = layer.finish(self.table(number)(slots, weights), tokens)
+        found = layer.finish(self.table(number)(slots, weights), tokens).to(flat.dtype)
         if real is not None:
             found = torch.zeros_like(flat).masked_scatter(real[:, None], found)
         return found.view_as(states)
@@ -210,12 +211,20 @@ def check(places: Places) -> None:
         )
 
 
+def usual_norm(number: int, places: Places) -> str:
+    """How the queries of a layer are normalised by default: each alone where a token must not see later ones."""
+    in_decoder = places.decoder is not None and number >= len(places.feed_forward)
+    return "layer" if places.anatomy.kind == "causal" or in_decoder else "batch"
+
+
 def renewed(module: nn.Module, stack: Any) -> nn.Module:
-    """A copy with new weights, drawn as the model draws them."""
-    copied = copy.deepcopy(module)
-    for part in copied.modules():
-        for tensor in part.parameters(recurse=False):
-            tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+    """A copy with new weights, drawn as the model draws them, and without the hooks of others."""
+    hooks = (value for part in module.modules() for name, value in vars(part).items() if "_hooks" in name)
+    copied = copy.deepcopy(module, {id(value): OrderedDict() for value in hooks}).requires_grad_(True)
+    for tensor in copied.parameters():
+        tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+    for part in reversed(list(copied.modules())):  # some draw again what their parts have drawn
+        vars(part).pop("forward", None)  # put there by someone else for the old one
         part._is_hf_initialized = False  # type: ignore[assignment]
         stack._init_weights(part)
     return copied

@@ -47,7 +47,7 @@ class ProductKeys(MemoryConfig):
     query_norm: Literal["auto", "batch", "layer", "none"] = option(
         "auto",
         "how queries are normalised: batch, over the tokens of a batch, which lets later tokens touch earlier ones in "
-        "training; layer, each alone; auto: layer in causal models, batch in others",
+        "training; layer, each alone; auto: layer in causal models and decoders, batch in others",
     )
     shared: bool = option(False, "whether all layers read one table of values")
     gated: bool = option(

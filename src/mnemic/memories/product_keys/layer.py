@@ -58,11 +58,11 @@ class ProductKeyLayer(nn.Module):
 
     def find(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """I and w: the slots that each token reads in each head, and their weights, (N, heads, k) each."""
-        halves = self.norm(self.query(x)).view(len(x), 2 * self.heads, -1).transpose(0, 1)  # (2 heads, N, key_dim / 2)
         keys = self.keys.flatten(0, 1)
+        halves = self.norm(self.query(x)).unflatten(1, (len(keys), -1)).transpose(0, 1)  # (2 heads, N, key_dim / 2)
         if self.scale is not None:
             halves, keys = F.normalize(halves, dim=-1), F.normalize(keys, dim=-1)
-        scores = (halves @ keys.transpose(1, 2)).view(self.heads, 2, len(x), -1)  # of each sub-key: C numbers
+        scores = (halves @ keys.transpose(1, 2)).unflatten(0, (self.heads, 2))  # of each sub-key: C numbers
         slots = self.select(scores.detach(), self.k)
         first, second = slots // self.codebook, slots % self.codebook
         best = scores[:, 0].gather(-1, first) + scores[:, 1].gather(-1, second)
@@ -204,8 +204,10 @@ class QueryBatchNorm(nn.BatchNorm1d):
             return super().forward(queries)
         if len(queries) < 2 or not self.weight.requires_grad:
             return F.batch_norm(queries, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        if repeated():
-            return F.batch_norm(queries, None, None, self.weight, self.bias, training=True, eps=self.eps)
+        if repeated():  # with copies, for checkpointing expects the same tensors to be saved as the first time
+            mean: Any = self.running_mean
+            var: Any = self.running_var
+            return F.batch_norm(queries, mean.clone(), var.clone(), self.weight, self.bias, training=True, eps=self.eps)
         return super().forward(queries)
 
 
@@ -216,7 +218,7 @@ class HeadLayerNorm(nn.LayerNorm):
         super().__init__(key_dim)
 
     def forward(self, queries: Tensor) -> Tensor:
-        return super().forward(queries.view(len(queries), -1, *self.normalized_shape)).flatten(1)
+        return super().forward(queries.unflatten(1, (-1, *self.normalized_shape))).flatten(1)
 
 
 class NoNorm(nn.Identity):

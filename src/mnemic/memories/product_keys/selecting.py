@@ -6,6 +6,7 @@ the k largest: `layer.best_slots` does the same, and does it wherever this does 
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -55,3 +56,6 @@ def largest(rows: Tensor, k: int) -> Tensor | None:
 @cache
 def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="mnemic-product-keys")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not follow into a forked process
