@@ -180,7 +180,8 @@ def load_memory(model: Any, folder: Path, record: dict[str, Any], check_base: bo
         raise DamagedError(
             f"{folder}: the weights of {', '.join(sorted(own.keys() ^ state.keys()))} do not fit {RECORD}"
         )
-    large = {name: tensor for name, tensor in state.items() if own[name].is_meta}
+    # a model that was made narrower (model.to(torch.bfloat16)) computes as before only with all that it had
+    large = {name: tensor for name, tensor in state.items() if own[name].is_meta or own[name].dtype != tensor.dtype}
     if wrong := [name for name, tensor in large.items() if tensor.shape != own[name].shape]:
         raise DamagedError(f"{folder}: the weights of {wrong[0]} do not have the shape that {RECORD} says")
     model.load_state_dict({name: tensor for name, tensor in state.items() if name not in large}, strict=False)

@@ -101,7 +101,11 @@ class FeedForwardHook:
         return None
 
     def _compute_first(self, *args: Any, **named: Any) -> Tensor:
-        return self.instead[0](*args, **named) if self.instead else args[0]
+        if self.instead:
+            return self.instead[0](*args, **named)
+        entered: Tensor = (*args, *named.values())[0]  # what is between is not needed, but others may look at it (PEFT)
+        width = getattr(self.last, "in_features", entered.shape[-1])
+        return entered.new_zeros(()).expand(*entered.shape[:-1], width)
 
     def _compute_last(self, *args: Any, **named: Any) -> Any:
         if self.instead:

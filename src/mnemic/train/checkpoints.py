@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mnemic.augment import AugmentedModel
 from mnemic.errors import DamagedError, UsageError
 from mnemic.files import checksum, new_folder, os_errors_of_safetensors, remove_unfinished
 from mnemic.train.terminal import say
@@ -128,10 +129,14 @@ def load_model_tensors(model: nn.Module, tensors: dict[str, Tensor], tied: dict[
 
 
 def model_settings(model: Any) -> dict[str, Any]:
-    """A model's own config as plain values, without what loading and saving change and arithmetic does not need."""
+    """The settings of a model and its memories, without what loading and saving change and arithmetic does not need."""
     settings: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     bookkeeping = ("_name_or_path", "architectures", "dtype", "transformers_version")
-    return {key: value for key, value in settings.items() if key not in bookkeeping}
+    found = {key: value for key, value in settings.items() if key not in bookkeeping}
+    for memory in model.memory.configs if isinstance(model, AugmentedModel) else []:
+        own = {f"{memory.memory()}.{key}": value for key, value in memory.to_dict().items() if key != "external"}
+        found |= json.loads(json.dumps(own))
+    return found
 
 
 def _folder(root: Path, step: int) -> Path:

@@ -23,8 +23,9 @@ EPS = 1e-8
 class ByRows:
     """What an optimiser gains: tables are trained by rows, at `rows_rate` times the learning rate of their group.
 
-    clip: the largest norm of the gradient, for training loops whose own clipping knows no sparse gradients
-    (`transformers.Trainer`: set max_grad_norm=0 there); 0 does not clip.
+    clip: the largest norm of the gradient, for training loops whose own clipping fails where a gradient is sparse, as
+    that of `transformers.Trainer` (with max_grad_norm = 0). The optimiser then takes the gradients of tables as they
+    come, so that such a loop never sees them, and clips all gradients itself. 0: they stay where they are, unclipped.
     """
 
     param_groups: list[dict[str, Any]]
@@ -33,6 +34,20 @@ class ByRows:
     def __init__(self, params: Any, *args: Any, rows_rate: float = 10.0, clip: float = 0.0, **kwargs: Any) -> None:
         self.rows_rate, self.clip = rows_rate, clip
         super().__init__(params, *args, **kwargs)  # type: ignore[call-arg]
+        self._taken: dict[Tensor, Tensor] = {}  # table -> its gradient
+        for parameter in [p for group in self.param_groups for p in group["params"]] if clip else []:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            before = self._taken.get(parameter)
+            self._taken[parameter] = parameter.grad if before is None else before + parameter.grad
+            parameter.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets all gradients."""
+        self._taken.clear()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -41,6 +56,8 @@ class ByRows:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for table, grad in self._taken.items():
+            table.grad = grad
         every = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.clip:
             clip_gradients([parameter for _, parameter in every], self.clip)
@@ -51,7 +68,8 @@ class ByRows:
             table.grad = None
         super().step()  # type: ignore[misc]
         for _, table, grad in tables:
-            table.grad = grad
+            table.grad = None if table in self._taken else grad
+        self._taken.clear()  # Trainer empties the gradients of the model, and not of the optimiser
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,6 +77,7 @@ class ByRows:
         return {**kept, "rows_rate": self.rows_rate, "clip": self.clip}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._taken = {}
         tables = {parameter: kept for parameter, kept in state["state"].items() if "place" in kept}
         others = {parameter: kept for parameter, kept in state["state"].items() if parameter not in tables}
         super().__setstate__({**state, "state": defaultdict(dict, others)})  # type: ignore[misc]
@@ -88,7 +107,7 @@ def update_rows(table: Tensor, grad: Tensor, state: dict[str, Tensor], rate: flo
     State: `place`, where each row of the table has its moments, -1 for none; `moment` and `square`, the averages of
     gradients and of their squares; `times`, how often each was read.
     """
-    grad = grad.coalesce()
+    grad = coalesced(grad)
     rows, values, (first, second) = grad.indices()[0], grad.values(), betas
     places = _places(table, rows, state)
     moment, square, times = state["moment"], state["square"], state["times"]
@@ -126,13 +145,22 @@ def _places(table: Tensor, rows: Tensor, state: dict[str, Tensor]) -> Tensor:
     return place[rows].long()
 
 
+def coalesced(grad: Tensor) -> Tensor:
+    """A sparse gradient with each row once and in order; one that is so already need not be sorted to be known so."""
+    if not grad.is_coalesced():
+        rows = grad._indices()[0]
+        if (rows[1:] > rows[:-1]).all():
+            return grad._coalesced_(True)
+    return grad.coalesce()
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
     """The norm of all gradients together, which are scaled down if it is above `largest`; sparse ones count too."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
+                parameter.grad = coalesced(parameter.grad)
                 gradients.append(parameter.grad._values())
             else:
                 gradients.append(parameter.grad)

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 import mnemic
 from mnemic.train.checkpoints import checkpoint_steps
-from mnemic.train.rows import AdamW, clip_gradients
+from mnemic.train.rows import AdamW
 from tests.contract.architectures import VOCABULARY, build
 from tests.unit.train.test_resume import Stop, stop_at
 
@@ -99,13 +99,6 @@ def rows() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in counted]
 
 
-class RowsTrainer(Trainer):
-    """Trainer asks torch for the norm of the gradient whether it clips or not, and torch knows none of sparse ones."""
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
-        return clip_gradients(model.parameters(), 0.0)
-
-
 def trainer(model: Any, folder: Path, steps: int, **options: Any) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, report_to=[], max_grad_norm=0,
@@ -113,7 +106,7 @@ def trainer(model: Any, folder: Path, steps: int, **options: Any) -> Trainer:
         dataloader_pin_memory=False, **options,
     )  # fmt: skip
     optimizer = (AdamW, {"lr": 5e-3, "rows_rate": 4.0, "clip": 1.0, "weight_decay": 0.1})
-    return RowsTrainer(model=model, args=arguments, train_dataset=rows(), optimizer_cls_and_kwargs=optimizer)
+    return Trainer(model=model, args=arguments, train_dataset=rows(), optimizer_cls_and_kwargs=optimizer)
 
 
 def test_transformers_trainer_trains_and_resumes(tmp_path: Path) -> None:

@@ -118,14 +118,21 @@ class Attached(Handle):
         return found.view_as(states)
 
     def _listeners(self) -> list[Listener]:
-        return self._counting + ([self._watch.usage] if self._watch is not None and self.training else [])
+        return self._counting + ([self._watch] if self._watch is not None and self.training else [])
 
     def begin_step(self, step: int, steps: int) -> None:
-        if self._watch is None:
-            self._watch = Watch(Usage(self.numbers, self.config.heads, self.config.slots))
+        self._watch = self._watch or Watch(self.config.slots)
+        self._watch.begin_step()
 
     def tell(self) -> tuple[dict[str, float], list[str]]:
         return ({}, []) if self._watch is None else self._watch.tell()
+
+    def check_training(self, config: Any, kind: str) -> None:
+        if (rate := config.learning_rate * config.values_rate) > 1:
+            raise UsageError(
+                f"values would be trained at a rate of {rate:g} (learning_rate x values_rate), by Adam whatever the "
+                f"optimizer is: set values_rate to {1e-3 / config.learning_rate:g} for the paper's 1e-3"
+            )
 
     def unused(self) -> list[nn.Parameter]:
         return [parameter for place in self._places for parameter in place.hook.unused()]
