@@ -54,7 +54,7 @@ def evenly(times: int, slots: int) -> float:
 def sentence(layer: int, reached: float, even: float) -> str:
     """What a user should know of a memory of which few slots are used, and what the paper would do."""
     return (
-        f"the product keys of layer {layer} use few of their slots: in a step {reached:.2%} were the best of some token, "
+        f"the product keys of layer {layer} use few of their slots: in a step {reached:.2%} were some token's best, "
         f"where even use would have reached {even:.2%}. Slots that are not read stay behind while the model moves on. "
         "The paper's remedies: begin with a model that was trained without the memory, keep its feed-forward "
         "(feed_forward = 'keep'), and normalise queries over the batch (query_norm = 'batch')"
