@@ -24,6 +24,7 @@ _PUBLIC = {
     "tune": "mnemic.evaluate.tuning",
     "trace": "mnemic.analysis.trace",
     "usage": "mnemic.analysis.usage",
+    "usage_by_class": "mnemic.analysis.usage",
     "find_slots": "mnemic.analysis.slots",
     "choose_slots": "mnemic.analysis.slots",
     "prune_slots": "mnemic.analysis.pruning",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mnemic.data import open_corpus
+from mnemic.data.tasks import Task
 from mnemic.errors import UsageError
 from mnemic.evaluate.config import EvaluateConfig
 from mnemic.evaluate.evaluation import text_of
@@ -68,6 +69,26 @@ def staleness_of_run(
         for layer, counts in found.layers.items():
             used[layer].append(counts.tops.sum(0) > 0)
     return {"steps": steps, "layers": {layer: staleness(some) for layer, some in used.items()}}
+
+
+def usage_by_class(
+    model: Any, tokenizer: Any, task: Task, config: EvaluateConfig | None = None, **options: Any
+) -> dict[str, Usage]:
+    """The slots that the examples of each label of a task read; `config`, or options by name, as for `evaluate`."""
+    config = config or EvaluateConfig.from_dict(options)
+    if not isinstance(task, Task) or not task.labels:
+        raise UsageError("usage by class is of a task with labels, as mnemic.open_task('glue/sst2')")
+    found = {}
+    with untouched(model):
+        text = text_of(model, tokenizer, task, config)
+        parts = text.parts
+        for number, label in enumerate(task.labels):
+            own = {part: [one for one in examples if one.label == number] for part, examples in parts.items()}
+            if not all(own.values()):
+                raise UsageError(f"there is no example with the label {label!r}: read more of them")
+            text.parts = own
+            found[label] = count_usage(model, tokenizer, text, config)
+    return found
 
 
 def apart(one: Counts, other: Counts) -> dict[str, float]:

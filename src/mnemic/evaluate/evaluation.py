@@ -37,9 +37,11 @@ def evaluate(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig | N
     config = config or EvaluateConfig.from_dict(options)
     corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
     text = text_of(model, tokenizer, corpus, config)
-    usual = _USUAL[model_kind(model)]
+    usual = USUAL[model_kind(model)]
     metrics = [usual if metric == "auto" else metric for metric in config.metrics]
-    if isinstance(text, TaskText) and (other := [metric for metric in metrics if metric != usual]):
+    if isinstance(text, TaskText) and (
+        other := [metric for metric in metrics if metric not in (usual, "memory_usage")]
+    ):
         raise UsageError(f"{other[0]} is of language models: {type(model).__name__} is measured with {usual!r}")
     result = Result(model=type(model).__name__, corpus=corpus.name)
     with untouched(model):
@@ -50,7 +52,7 @@ def evaluate(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig | N
     return Result(result | {"documents": len(text), **settings, **used, "versions": versions()})
 
 
-_USUAL = {"masked": "masked_loss", "classification": "task", "spans": "task"} | dict.fromkeys(
+USUAL = {"masked": "masked_loss", "classification": "task", "spans": "task"} | dict.fromkeys(
     ("causal", "seq2seq"), "perplexity"
 )
 
