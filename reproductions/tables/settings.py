@@ -45,6 +45,9 @@ class Settings(Config):
     store: dict[str, Any] = option({}, "how stores are built: see BuildConfig")
     memory: dict[str, int] = option({}, "sizes of attention memories, by the names that rows give them")
     product_keys: dict[str, Any] = option({}, "sizes of product-key memories: see ProductKeys")
+    tasks: dict[str, Any] = option(
+        {}, "tasks that models are fine-tuned on, and what differs from Table 3: fine_tuning"
+    )
     long: int = option(0, "the largest long-term memory that is tried in testing")
     k: int = option(1024, "the most rows of a store that are tried in testing (K)")
     seeds: list[int] = option([0], "seeds of the models")
