@@ -152,12 +152,13 @@ def _check_memory(kind: Any) -> None:
 
     from mnemic.augment import augment, load
     from mnemic.models import MnemicDecoderConfig, MnemicDecoderForCausalLM
+    from mnemic.train.rows import AdamW
 
     torch.manual_seed(0)
     settings = MnemicDecoderConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     model = augment(MnemicDecoderForCausalLM(settings), kind.small(layers=2))
     ids = torch.arange(48).remainder(12).view(2, 24)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     losses = []
     for _ in range(20):
         loss = model(input_ids=ids, labels=ids).loss
