@@ -188,6 +188,31 @@ def test_a_shared_table_is_saved_once(tmp_path: Path) -> None:
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+def test_a_model_that_was_made_narrow_is_loaded_so(tmp_path: Path) -> None:
+    model, ids = remembering("bert", gated=True).to(torch.bfloat16), tokens(2, 7)
+    model.save_pretrained(tmp_path)
+    loaded = mnemic.load(tmp_path).eval()
+    assert {tensor.dtype for tensor in loaded.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_a_table_may_stay_in_its_file(tmp_path: Path) -> None:
+    model, ids = remembering("bert"), tokens(2, 7)
+    model.save_pretrained(tmp_path)
+    loaded = mnemic.load(tmp_path, mapped=True).eval()
+    place = loaded.memory.product_keys.table(0).weight.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if begin <= place < end:
+            assert line.endswith(str(tmp_path / "model.safetensors"))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        before = (tmp_path / "model.safetensors").read_bytes()
+        loaded.memory.product_keys.table(0).weight += 1  # of this process alone
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "settings", [{"feed_forward": "renew"}, {"gated": True, "cosine": True}, {"dtype": "bfloat16"}]
 )

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments
 
 import mnemic
+from mnemic.errors import UsageError
 from mnemic.train.checkpoints import checkpoint_steps
 from mnemic.train.rows import AdamW
 from tests.contract.architectures import VOCABULARY, build
@@ -50,7 +51,7 @@ def test_a_run_goes_on_to_the_last_bit(case, tmp_path, corpus, tokenizer, maskin
         made.resize_token_embeddings(len(tokenizer))
         return with_keys(made, **options)
 
-    how = {"steps": 9, "log_every": 3, "checkpoint_every": 3, "evaluate_every": 4}
+    how = {"steps": 9, "log_every": 2, "checkpoint_every": 3, "evaluate_every": 4}  # stops between lines of the log too
     straight = mnemic.train(model(), tokenizer, corpus, settings(**how, out=str(tmp_path / "straight")))
     again = settings(**how, out=str(tmp_path / "stopped"), resume=True)
     for last in (4, 8):
@@ -89,6 +90,33 @@ def test_pieces_of_a_batch_add_up(corpus, tokenizer, make_model, settings, tmp_p
         mnemic.train(model, tokenizer, corpus, settings(steps=3, accumulate=pieces, out=str(tmp_path / str(pieces))))
         trained.append(model.state_dict())
     torch.testing.assert_close(trained[1], trained[0], rtol=1e-8, atol=1e-9)
+
+
+def test_a_run_does_not_go_on_with_another_memory(corpus, tokenizer, make_model, settings):
+    mnemic.train(with_keys(make_model("gpt2")), tokenizer, corpus, settings(steps=2, schedule="constant"))
+    again = settings(steps=4, schedule="constant", resume=True)
+    for other in ({"k": 2}, {"feed_forward": "replace"}):
+        model = with_keys(make_model("gpt2"), **other)
+        with pytest.raises(UsageError, match=rf"product_keys\.{next(iter(other))}"):
+            mnemic.train(model, tokenizer, corpus, again)
+
+
+def test_values_are_not_trained_at_the_rate_of_adafactor(corpus, tokenizer, make_model, settings):
+    how = settings(optimizer="adafactor", schedule="rsqrt", learning_rate=1.0)
+    with pytest.raises(UsageError, match=r"set values_rate to 0\.001"):
+        mnemic.train(with_keys(make_model("gpt2")), tokenizer, corpus, how)
+
+
+def test_a_memory_of_which_little_is_used_is_told_of(corpus, tokenizer, make_model, settings, capsys):
+    """All tokens ask the same, and so all read the same slots."""
+    model = with_keys(make_model("gpt2"), slots=4096, query_norm="none")
+    query = model.memory.product_keys.layers["0"].query
+    torch.nn.init.zeros_(query.weight)
+    torch.nn.init.ones_(query.bias)
+    mnemic.train(model, tokenizer, corpus, settings(steps=6, log_every=1, learning_rate=0.0, weight_decay=0.0))
+    said = [line for line in capsys.readouterr().err.splitlines() if "use few of their slots" in line]
+    assert len(said) == 1
+    assert "feed_forward = 'keep'" in said[0]
 
 
 # Other training loops
@@ -175,6 +203,20 @@ def test_lora_on_top(architecture: str, feed_forward: str) -> None:
     after = adapted(ids).logits.detach()
     assert (after - before).abs().max() > 1e-2
     torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, after, rtol=1e-4, atol=1e-4)
+
+
+def test_lora_on_a_feed_forward_that_is_replaced_adds_nothing() -> None:
+    peft = pytest.importorskip("peft")
+    model, ids = with_keys(build("bert"), feed_forward="replace"), tokens(2, 7)
+    before = model(ids).logits.detach()
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=r".*layer\.0\.(intermediate|output)\.dense", r=2)
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    torch.testing.assert_close(adapted(ids).logits, before)
 
 
 # Precisions
