@@ -66,7 +66,9 @@ class ByRows:
             betas = group.get("betas", (0.9, 0.999))
             update_rows(table, grad, self.state[table], self.rows_rate * group["lr"], betas)
             table.grad = None
-        super().step()  # type: ignore[misc]
+        usual: Any = super().step.__func__  # type: ignore[misc]
+        # torch wraps the step of a class once it was used by itself, and would call the hooks of ours once more
+        (usual.__wrapped__ if getattr(usual, "hooked", False) else usual)(self)
         for _, table, grad in tables:
             table.grad = None if table in self._taken else grad
         self._taken.clear()  # Trainer empties the gradients of the model, and not of the optimiser

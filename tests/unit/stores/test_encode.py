@@ -20,7 +20,7 @@ from tests.unit.stores.building import BYTES, CAUSAL, TEXTS, built, corpus, ever
 
 LAST_FEED_FORWARD = {
     "gpt2": "transformer.h.1.mlp",
-    "bloom": "transformer.h.1.mlp",
+    "bloom": "transformer.h.1.mlp.dense_h_to_4h",
     "falcon": "transformer.h.1.mlp",
     "falcon-alibi": "transformer.h.1.mlp",
     "gpt_neox": "gpt_neox.layers.1.mlp",

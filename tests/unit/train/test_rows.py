@@ -287,3 +287,15 @@ def test_rates_of_a_schedule_reach_the_rows() -> None:
         if expected < 0.06:
             schedule.step()
         torch.testing.assert_close((before - values)[4], torch.full((WIDTH,), expected).double(), rtol=1e-6, atol=1e-9)
+
+
+def test_hooks_of_a_step_are_called_once_whoever_used_torchs_own_before() -> None:
+    plain = nn.Parameter(torch.ones(2))
+    torch.optim.AdamW([plain])  # from now on torch's class has hooks of its own
+    optimizer, calls = AdamW([plain]), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    plain.grad = torch.ones(2)
+    optimizer.step()
+    assert calls == ["before", "after"]
+    assert (plain != 1).all()
