@@ -10,8 +10,8 @@ What the sizes come to, and where they differ from the paper's figure:
     trime-39m     39.5M  one table for source and target, as large as the two of fairseq's IWSLT'14 (8,848 + 6,632)
     memorizing   183.9M  12 layers of 1024 and a vocabulary of 32,000; the paper says around 200M
     memorizing-1b, -8b   the paper prints no shapes: 24 layers of 2048 are 1.27B, 40 of 4096 are 8.19B
-    bert-base    109.5M  with ProductKeys() 514.8M, in place of the feed-forward 505.4M; the paper, which counts the heads
-                         of pretraining, has 110M, 515M and 506M, as we do with them
+    bert-base    109.5M  with ProductKeys() 514.8M, in place of the feed-forward 505.4M; the paper, counting heads
+                         of pretraining, has 110M, 515M and 506M, as we have with them
     bert-large   335.2M  875.2M, 858.4M; the paper: 340M, 876M, 860M
     distilbert    67.0M  472.3M
     trime-sru-42m 42.1M  the paper says 42M only: 10 layers and d / d' = 4 are those of the published SRU++ of enwik8
