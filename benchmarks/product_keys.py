@@ -171,10 +171,11 @@ def layer(options: argparse.Namespace, tokens: int, step: bool) -> dict[str, Any
 def ours() -> tuple[Callable[[Any], Any], list[Any]]:
     """Our layer, as it is in a model."""
     from mnemic.memories.product_keys.layer import ProductKeyLayer, ValueTable
-    from mnemic.memories.product_keys.selecting import quick_best_slots
+    from mnemic.memories.product_keys.selecting import quick_best_pairs
+    from mnemic.pages import large_empty
 
-    memory, values = ProductKeyLayer(WIDTH, SLOTS, HEADS, K, KEY_DIM, norm="layer"), ValueTable(SLOTS, WIDTH)
-    memory.select = quick_best_slots
+    memory = ProductKeyLayer(WIDTH, SLOTS, HEADS, K, KEY_DIM, norm="layer")
+    memory.select, values = quick_best_pairs, ValueTable(SLOTS, WIDTH, empty=large_empty)
     return lambda states: memory(states[0], values)[None], [*memory.parameters(), *values.parameters()]
 
 

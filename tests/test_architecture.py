@@ -15,7 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Data flows from left to right: a package may import what stands in its own stage or to the left of it.
 STAGES = (
-    ("config", "registry", "errors", "files"),
+    ("config", "registry", "errors", "files", "pages"),
     ("data",),
     ("models", "memories", "hf", "augment", "saving"),
     ("train",),

@@ -26,6 +26,7 @@ from mnemic.files import additions, checksum, os_errors_of_safetensors, safe_joi
 from mnemic.hf.fingerprint import MEMORY, fingerprint
 from mnemic.memories import registry
 from mnemic.memories.config import MemoryConfig
+from mnemic.pages import large_empty
 
 SCHEMA = 1
 RECORD, WEIGHTS, CARD = "memory.json", "model.safetensors", "README.md"
@@ -185,9 +186,13 @@ def load_memory(model: Any, folder: Path, record: dict[str, Any], check_base: bo
     if wrong := [name for name, tensor in large.items() if tensor.shape != own[name].shape]:
         raise DamagedError(f"{folder}: the weights of {wrong[0]} do not have the shape that {RECORD} says")
     model.load_state_dict({name: tensor for name, tensor in state.items() if name not in large}, strict=False)
-    device = model.device
-    taken = large if mapped else {name: tensor.clone().to(device) for name, tensor in large.items()}
+    taken = large if mapped else {name: copied(tensor, model.device) for name, tensor in large.items()}
     model.load_state_dict(taken, strict=False, assign=True)
+
+
+def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a device, in large pages where there are some."""
+    return large_empty(*tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def card(model: Any, record: dict[str, Any]) -> str:

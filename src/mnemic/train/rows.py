@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mnemic.pages import large_empty
+
 AT_ONCE = 256  # rows: with their moments and gradients they fit into the processor's cache
 SPARE = 1.25  # room for rows to come, by which moments grow
 EPS = 1e-8
@@ -113,16 +115,23 @@ def update_rows(table: Tensor, grad: Tensor, state: dict[str, Tensor], rate: flo
     rows, values, (first, second) = grad.indices()[0], grad.values(), betas
     places = _places(table, rows, state)
     moment, square, times = state["moment"], state["square"], state["times"]
+    times[places] += 1
+    towards, root = 1 - first ** times[places, None], (1 - second ** times[places, None]).sqrt()
+    little, scale = EPS * root, -rate * root / towards  # m' / (sqrt(v') + eps) with m' = m / towards, v' = v / root^2
+    m, v = torch.empty(2, AT_ONCE, table.shape[1], dtype=moment.dtype, device=table.device)
     for begin in range(0, len(rows), AT_ONCE):
         some = slice(begin, begin + AT_ONCE)
         row, place, g = rows[some], places[some], values[some].to(moment.dtype)
-        m = moment[place].lerp_(g, 1 - first)
-        v = square[place].mul_(second).addcmul_(g, g, value=1 - second)
-        t = times[place].add_(1)
-        moment[place], square[place], times[place] = m, v, t
-        root = v.div_((1 - second**t)[:, None]).sqrt_().add_(EPS)
-        step = m.div_((1 - first**t)[:, None]).div_(root)
-        table[row] = table[row].to(m.dtype).sub_(step, alpha=rate).to(table.dtype)
+        m, v = m[: len(row)], v[: len(row)]
+        torch.index_select(moment, 0, place, out=m).lerp_(g, 1 - first)
+        torch.index_select(square, 0, place, out=v).mul_(second).addcmul_(g, g, value=1 - second)
+        moment.index_copy_(0, place, m)
+        square.index_copy_(0, place, v)
+        step = m.div_(v.sqrt_().add_(little[some])).mul_(scale[some])
+        if table.dtype == step.dtype:
+            table.index_add_(0, row, step)
+        else:
+            table[row] = step.add_(table[row]).to(table.dtype)
 
 
 def _places(table: Tensor, rows: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -139,8 +148,9 @@ def _places(table: Tensor, rows: Tensor, state: dict[str, Tensor]) -> Tensor:
     if needed > len(state["times"]):
         size = min(max(math.ceil(SPARE * len(state["times"])), needed), len(table))
         for name in ("moment", "square", "times"):
-            grown = state[name].new_zeros(size, *state[name].shape[1:])
-            grown[:used] = state[name][:used]
+            kept = state[name]
+            grown = large_empty(size, *kept.shape[1:], dtype=kept.dtype, device=kept.device)
+            grown[:used], grown[used:] = kept[:used], 0
             state[name] = grown
     place[new] = torch.arange(used, needed, dtype=torch.int32, device=table.device)
     state["used"] += len(new)

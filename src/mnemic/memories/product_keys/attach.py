@@ -19,9 +19,10 @@ from mnemic.hf.feed_forward import FeedForwardHook
 from mnemic.memories.base import Handle, weights_follow
 from mnemic.memories.product_keys.config import ProductKeys
 from mnemic.memories.product_keys.layer import ProductKeyLayer, ValueTable, repeated
-from mnemic.memories.product_keys.selecting import quick_best_slots
+from mnemic.memories.product_keys.selecting import quick_best_pairs
 from mnemic.memories.product_keys.usage import Usage
 from mnemic.memories.product_keys.watch import Watch
+from mnemic.pages import large_empty
 
 SHARED = "shared"
 
@@ -48,7 +49,7 @@ class Attached(Handle):
         sizes = {"slots": config.slots, "heads": config.heads, "k": config.k, "key_dim": config.key_dim}
         for number, norm in zip(numbers, norms, strict=True):
             layer = ProductKeyLayer(width, **sizes, norm=norm, cosine=config.cosine, gated=config.gated)
-            layer.select = quick_best_slots
+            layer.select = quick_best_pairs
             self.layers[str(number)] = layer
         exact = like.dtype == torch.float64
         self.layers.to(like.device, torch.float64 if exact else torch.float32)
@@ -58,7 +59,7 @@ class Attached(Handle):
         config.check_tables(len(names))
         kept: Sequence[int | None] = config.kept or [None] * len(names)
         for name, rows in zip(names, kept, strict=True):
-            self.tables[name] = ValueTable(config.slots, width, config.start == "zeros", rows, **where)
+            self.tables[name] = ValueTable(config.slots, width, config.start == "zeros", rows, large_empty, **where)
         self._counting: list[Listener] = []
         self._watch: Watch | None = None  # while it is trained
         self._places: list[LayerPlace] = []

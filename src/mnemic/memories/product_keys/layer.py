@@ -4,7 +4,7 @@ Large Memory Layers with Product Keys (arXiv 1907.05242), section 3, for one tok
 
     q_h = norm(W_h x + b_h)                                a query for each head h, cut into halves q_h1, q_h2
     s_h(i, j) = q_h1 . c_h1i + q_h2 . c_h2j                the score of slot (i, j): C sub-keys in each half, C^2 slots
-    I_h = the k slots with the largest s_h                 exact: see `best_slots`
+    I_h = the k slots with the largest s_h                 exact: see `best_pairs`
     w_h = softmax of s_h over I_h
     PKM(x) = sum_h sum_{i in I_h} w_h(i) v_i               one table of values v for all heads
 
@@ -25,6 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# few enough at a time for the processor's cache
+TOKENS = 1024  # whose slots are found
+ROWS = 1024  # of a gradient that are summed up
+
 
 class ProductKeyLayer(nn.Module):
     """Queries and keys of one layer: finds the slots that tokens read, and reads them from a table of values."""
@@ -42,7 +46,7 @@ class ProductKeyLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.k, self.codebook = heads, k, math.isqrt(slots)
-        self.select: Callable[[Tensor, int], Tensor] = best_slots
+        self.select: Callable[[Tensor, int], Tensor] = best_pairs
         self.query = nn.Linear(width, heads * key_dim)
         self.norm = {"batch": QueryBatchNorm, "layer": HeadLayerNorm, "none": NoNorm}[norm](heads, key_dim)
         self.keys = nn.Parameter(torch.empty(heads, 2, self.codebook, key_dim // 2))
@@ -58,14 +62,18 @@ class ProductKeyLayer(nn.Module):
 
     def find(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """I and w: the slots that each token reads in each head, and their weights, (N, heads, k) each."""
+        queries = self.norm(self.query(x)).split(TOKENS)
+        slots, weights = zip(*map(self._find, queries), strict=True)
+        return torch.cat(slots), torch.cat(weights)
+
+    def _find(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         keys = self.keys.flatten(0, 1)
-        halves = self.norm(self.query(x)).unflatten(1, (len(keys), -1)).transpose(0, 1)  # (2 heads, N, key_dim / 2)
+        halves = queries.unflatten(1, (len(keys), -1)).transpose(0, 1)  # (2 heads, N, key_dim / 2)
         if self.scale is not None:
             halves, keys = F.normalize(halves, dim=-1), F.normalize(keys, dim=-1)
         scores = (halves @ keys.transpose(1, 2)).unflatten(0, (self.heads, 2))  # of each sub-key: C numbers
-        slots = self.select(scores.detach(), self.k)
-        first, second = slots // self.codebook, slots % self.codebook
-        best = scores[:, 0].gather(-1, first) + scores[:, 1].gather(-1, second)
+        pairs = self.select(scores.detach(), self.k)
+        slots, best = pairs[:, 0] * self.codebook + pairs[:, 1], scores.gather(-1, pairs).sum(1)
         if self.scale is not None:
             best = best * self.scale[:, None, None]
         return slots.transpose(0, 1), best.softmax(-1).transpose(0, 1)
@@ -76,17 +84,17 @@ class ProductKeyLayer(nn.Module):
         return read if self.gate is None or self.out is None else self.out(F.silu(self.gate(x)) * read)
 
 
-def best_slots(scores: Tensor, k: int) -> Tensor:
-    """The slots C i + j with the k best sums of a score of the first half and one of the second.
+def best_pairs(scores: Tensor, k: int) -> Tensor:
+    """The pairs of sub-keys (i, j) with the k best sums of a score of the first half and one of the second.
 
-    scores: (heads, 2, N, C); the slots are (heads, N, k).
+    scores: (heads, 2, N, C); the pairs are (heads, 2, N, k), the best first.
     """
     codebook = scores.shape[-1]
     halves, places = scores.topk(min(k, codebook), dim=-1)
     first, second = useful_pairs(k, halves.shape[-1], scores.device)
     sums = halves[:, 0, :, first] + halves[:, 1, :, second]
     at = sums.topk(min(k, codebook**2), dim=-1).indices
-    return places[:, 0].gather(-1, first[at]) * codebook + places[:, 1].gather(-1, second[at])
+    return places.gather(-1, torch.stack([first[at], second[at]], dim=1))
 
 
 def useful_pairs(k: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -111,10 +119,18 @@ class ValueTable(nn.Module):
     rows: Tensor | None  # (slots,): the row of each slot, -1 for none; None: each has its own
     learning: Tensor | None  # (slots,): which slots learn; None: all
 
-    def __init__(self, slots: int, width: int, zeros: bool = False, kept: int | None = None, **where: Any) -> None:
+    def __init__(
+        self,
+        slots: int,
+        width: int,
+        zeros: bool = False,
+        kept: int | None = None,
+        empty: Callable[..., Tensor] = torch.empty,
+        **where: Any,
+    ) -> None:
         super().__init__()
-        self.slots = slots
-        self.weight = nn.Parameter(torch.empty(slots if kept is None else kept, width, **where))
+        self.slots, self.empty = slots, empty
+        self.weight = nn.Parameter(empty(slots if kept is None else kept, width, **where))
         first = None if kept is None else torch.arange(slots, dtype=torch.int32, device=self.weight.device)
         self.register_buffer("rows", None if first is None else first.masked_fill(first >= len(self.weight), -1))
         self.register_buffer("learning", None, persistent=False)
@@ -132,7 +148,7 @@ class ValueTable(nn.Module):
             there = slots >= 0
             slots, weights = slots.clamp(min=0), weights.masked_fill(~there, 0)
             learns = there if learns is None else learns & there
-        return WeightedRows.apply(self.weight, slots, weights, learns)
+        return WeightedRows.apply(self.weight, slots, weights, learns, self.empty)
 
     def keep(self, kept: Tensor) -> None:
         """Drops the rows of all slots but these, (slots,)."""
@@ -151,33 +167,46 @@ class WeightedRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, slots: Tensor, weights: Tensor, learns: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, slots: Tensor, weights: Tensor, learns: Tensor | None, empty: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(values, slots, weights, learns)
+        ctx.empty = empty
         return F.embedding_bag(slots, values, per_sample_weights=weights.to(values.dtype), mode="sum")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         values, slots, weights, learns = ctx.saved_tensors
         for_values = for_weights = None
         if ctx.needs_input_grad[0]:
-            for_values = _gradient_of_rows(values, slots, weights.to(grad.dtype), grad, learns)
+            rows, sums = _gradient_of_rows(slots, weights.to(grad.dtype), grad, learns, ctx.empty)
+            for_values = torch.sparse_coo_tensor(
+                rows[None], sums.to(values.dtype), values.shape, is_coalesced=True, check_invariants=False
+            )
         if ctx.needs_input_grad[2]:
             for_weights = _products(values, slots, grad).to(weights.dtype)
-        return for_values, None, for_weights, None
+        return for_values, None, for_weights, None, None
 
 
-def _gradient_of_rows(values: Tensor, slots: Tensor, weights: Tensor, grad: Tensor, learns: Tensor | None) -> Tensor:
+def _gradient_of_rows(
+    slots: Tensor, weights: Tensor, grad: Tensor, learns: Tensor | None, empty: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The rows that were read and learn, in order, and dL/dv of each."""
     ordered, order = slots.flatten().sort()
     if learns is not None:
         taught = learns.flatten()[order]
         ordered, order = ordered[taught], order[taught]
     rows, counts = torch.unique_consecutive(ordered, return_counts=True)
-    tokens = order // slots.shape[1]
+    tokens, weights = order // slots.shape[1], weights.flatten()[order]
     begins = counts.cumsum(0) - counts
-    sums = F.embedding_bag(tokens, grad, begins, per_sample_weights=weights.flatten()[order], mode="sum")
-    return torch.sparse_coo_tensor(
-        rows[None], sums.to(values.dtype), values.shape, is_coalesced=True, check_invariants=False
-    )
+    sums = empty(len(rows), grad.shape[1], dtype=grad.dtype, device=grad.device)
+    firsts = begins[::ROWS].tolist()
+    for number, (first, last) in enumerate(zip(firsts, [*firsts[1:], len(tokens)], strict=True)):
+        some, reads = slice(number * ROWS, (number + 1) * ROWS), slice(first, last)
+        sums[some] = F.embedding_bag(
+            tokens[reads], grad, begins[some] - first, per_sample_weights=weights[reads], mode="sum"
+        )
+    return rows, sums
 
 
 def _products(values: Tensor, slots: Tensor, grad: Tensor) -> Tensor:
