@@ -11,7 +11,7 @@ from mnemic.errors import UsageError
 from mnemic.hf.fingerprint import MEMORY
 from mnemic.memories.product_keys.layer import ValueTable
 from mnemic.train.config import OPTIMIZERS, TrainConfig
-from mnemic.train.rows import Adafactor, AdamW
+from mnemic.train.rows import Adafactor, AdamW, trimmed
 
 
 def select_trainable(model: nn.Module, config: TrainConfig) -> dict[str, nn.Parameter]:
@@ -76,7 +76,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: dict[str, nn
     return {
         f"{name}/{quantity}": torch.as_tensor(value)
         for name, parameter in parameters.items()
-        for quantity, value in optimizer.state.get(parameter, {}).items()
+        for quantity, value in trimmed(optimizer.state.get(parameter, {})).items()
     }
 
 

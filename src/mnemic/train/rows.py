@@ -7,7 +7,6 @@ as they are to the last bit, are not decayed, and have no moments. Everything el
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from mnemic.pages import large_empty
 
 AT_ONCE = 256  # rows: with their moments and gradients they fit into the processor's cache
-SPARE = 1.25  # room for rows to come, by which moments grow
+GROWTH = 2  # times the room there was; memory that is not written to yet is none to the system
+MOMENTS = ("moment", "square", "times")
 EPS = 1e-8
 
 
@@ -87,6 +87,14 @@ class ByRows:
         super().__setstate__({**state, "state": defaultdict(dict, others)})  # type: ignore[misc]
         self.state.update(tables)  # which have no "step" that torch asks every state for
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimiser has to remember."""
+        kept: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        for number, state in kept["state"].items():
+            if "place" in state:  # whose room for rows to come torch.save would write too
+                kept["state"][number] = {name: value.clone() for name, value in trimmed(state).items()}
+        return kept
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`; torch would make all of a state what the parameter is, row numbers too."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
@@ -103,6 +111,13 @@ class AdamW(ByRows, torch.optim.AdamW):
 
 class Adafactor(ByRows, torch.optim.Adafactor):
     """torch's Adafactor, and Adam by rows for tables with sparse gradients."""
+
+
+def trimmed(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter; of a table's moments only those that are of a row."""
+    if "place" not in state:
+        return state
+    return {name: value[: int(state["used"])] if name in MOMENTS else value for name, value in state.items()}
 
 
 def update_rows(table: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float, betas: tuple[float, float]) -> None:
@@ -139,19 +154,21 @@ def _places(table: Tensor, rows: Tensor, state: dict[str, Tensor]) -> Tensor:
     kind = torch.float64 if table.dtype == torch.float64 else torch.float32
     if "place" not in state:
         state["place"] = torch.full((len(table),), -1, dtype=torch.int32, device=table.device)
-        for name, shape in (("moment", (0, table.shape[1])), ("square", (0, table.shape[1])), ("times", (0,))):
+        for name, shape in zip(MOMENTS, ((0, table.shape[1]), (0, table.shape[1]), (0,)), strict=True):
             state[name] = torch.zeros(shape, dtype=kind, device=table.device)
         state["used"] = torch.zeros((), dtype=torch.int64)
     place, used = state["place"], int(state["used"])
     new = rows[place[rows] < 0]
     needed = used + len(new)
     if needed > len(state["times"]):
-        size = min(max(math.ceil(SPARE * len(state["times"])), needed), len(table))
-        for name in ("moment", "square", "times"):
+        size = min(max(GROWTH * len(state["times"]), needed), len(table))
+        for name in MOMENTS:
             kept = state[name]
             grown = large_empty(size, *kept.shape[1:], dtype=kept.dtype, device=kept.device)
-            grown[:used], grown[used:] = kept[:used], 0
+            grown[:used] = kept[:used]
             state[name] = grown
+    for name in MOMENTS:
+        state[name][used:needed] = 0
     place[new] = torch.arange(used, needed, dtype=torch.int32, device=table.device)
     state["used"] += len(new)
     return place[rows].long()
