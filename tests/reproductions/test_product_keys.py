@@ -38,7 +38,7 @@ def run(root: Path, name: str) -> dict[str, Any]:
 
 
 def test_all_rows_of_the_paper_are_there() -> None:
-    assert set(NAMES) == PAPERS_OWN | {"editing"}
+    assert set(NAMES) == PAPERS_OWN | {"editing", "options"}
 
 
 def test_the_models_of_table_2_are_measured_with_their_usage(root: Path) -> None:
@@ -56,6 +56,15 @@ def test_the_models_of_table_2_are_measured_with_their_usage(root: Path) -> None
     assert len(set(perplexities.values())) == 6
     table.table(root / "product_keys" / "table2", "smoke")
     assert "not run" in (root / "product_keys" / "table2" / "README.md").read_text()  # WikiText-103
+
+
+def test_each_option_is_measured_beside_a_memory_without_it(root: Path) -> None:
+    measured = run(root, "options")["measurements"]
+    table = imported(HERE / "product_keys" / "options" / "run.py").TABLE
+    figures = {
+        label: measured[f"{label}: PG-19"]["0"]["figures"]["PG-19"] for label in (row.label for row in table.rows)
+    }
+    assert len(set(figures.values())) == len(figures) == 7  # no option is without effect
 
 
 @pytest.mark.parametrize("name", ["table1", "figure2", "figure3", "figure4"])
@@ -106,7 +115,7 @@ def test_a_part_that_is_not_there_is_told(root: Path) -> None:
         runner.run(root, ["product_keys", "table4", "smoke", "--runs", str(root / "runs"), "--only", "nothing"])
 
 
-@pytest.mark.parametrize("name", sorted(PAPERS_OWN - {"table1"}))
+@pytest.mark.parametrize("name", sorted(PAPERS_OWN - {"table1"} | {"options"}))
 @pytest.mark.parametrize("size", ["small", "paper"])
 def test_settings_of_all_sizes_can_be_read(name: str, size: str) -> None:
     settings = Settings.read(HERE / "product_keys" / name / f"{size}.toml")
