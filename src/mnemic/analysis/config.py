@@ -29,7 +29,8 @@ class PruneSlotsConfig(Config):
                 raise UsageError(f"PruneSlotsConfig.{name} = {value}: expected 1 or more")
         if not 0 < self.weight <= 1:
             raise UsageError(f"PruneSlotsConfig.weight = {self.weight}: expected a share above 0, up to 1")
-        if self.held_out == self.split:
+        if self.held_out is not None and self.split in (self.held_out, "all"):
             raise UsageError(
-                f"PruneSlotsConfig.held_out = {self.held_out!r} is where slots are counted: measure on another part"
+                f"PruneSlotsConfig.held_out = {self.held_out!r} is where slots are counted (split = {self.split!r}): "
+                "measure on another part, or on none"
             )

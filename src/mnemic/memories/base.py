@@ -110,6 +110,9 @@ class Handle(nn.Module):
         """What training has shown since it was last asked: figures for the log, and sentences for the user."""
         return {}, []
 
+    def end_training(self) -> None:
+        """Lets go of what was kept for `tell`."""
+
     def unused(self) -> list[nn.Parameter]:
         """The parameters of the model that take no part while the memory does."""
         return []

@@ -142,6 +142,11 @@ class Memory(nn.Module):
         for handle in self.handles.values():
             handle.begin_step(step, steps)
 
+    def end_training(self) -> None:
+        """Tells each memory that there will be no more steps."""
+        for handle in self.handles.values():
+            handle.end_training()
+
     def read(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Reads texts (B, T) into the memories that keep what was read, for every later forward to look into.
 

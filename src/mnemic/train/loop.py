@@ -69,7 +69,11 @@ def train(model: Any, tokenizer: Any, corpus: Any, config: TrainConfig | None = 
             report = processes.from_main(lambda: finished_report(out, config.steps))
             loop = Loop(model, tokenizer, corpus, config, processes)
             if report is None:
-                report = processes.collect(loop.run())[0]
+                try:
+                    report = processes.collect(loop.run())[0]
+                finally:
+                    if loop.objective.memory is not None:
+                        loop.objective.memory.end_training()
     return Run(out, report)
 
 

@@ -7,19 +7,24 @@ as they are to the last bit, are not decayed, and have no moments. Everything el
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from mnemic.errors import UsageError
 from mnemic.pages import large_empty
 
 AT_ONCE = 256  # rows: with their moments and gradients they fit into the processor's cache
 GROWTH = 2  # times the room there was; memory that is not written to yet is none to the system
 MOMENTS = ("moment", "square", "times")
-EPS = 1e-8
+BETAS, EPS = (0.9, 0.999), 1e-8
+
+_listening = WeakTensorKeyDictionary()  # parameter -> the hook of the optimiser that takes its gradient
 
 
 class ByRows:
@@ -36,9 +41,24 @@ class ByRows:
     def __init__(self, params: Any, *args: Any, rows_rate: float = 10.0, clip: float = 0.0, **kwargs: Any) -> None:
         self.rows_rate, self.clip = rows_rate, clip
         super().__init__(params, *args, **kwargs)  # type: ignore[call-arg]
+        if any(group.get("amsgrad") for group in self.param_groups):
+            raise UsageError("amsgrad = True: tables are trained by rows with plain Adam, leave it out")
         self._taken: dict[Tensor, Tensor] = {}  # table -> its gradient
-        for parameter in [p for group in self.param_groups for p in group["params"]] if clip else []:
-            parameter.register_post_accumulate_grad_hook(self._take)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Takes the gradients of tables from now on, if they are clipped here; no optimiser before does any more."""
+        mine = weakref.ref(self)
+
+        def take(parameter: Tensor) -> None:
+            if (optimizer := mine()) is not None:
+                optimizer._take(parameter)
+
+        for parameter in [p for group in self.param_groups for p in group["params"]]:
+            if before := _listening.pop(parameter, None):
+                before.remove()
+            if self.clip:
+                _listening[parameter] = parameter.register_post_accumulate_grad_hook(take)
 
     def _take(self, parameter: Tensor) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -65,8 +85,9 @@ class ByRows:
             clip_gradients([parameter for _, parameter in every], self.clip)
         tables = [(group, p, p.grad) for group, p in every if p.grad.is_sparse]
         for group, table, grad in tables:
-            betas = group.get("betas", (0.9, 0.999))
-            update_rows(table, grad, self.state[table], self.rows_rate * group["lr"], betas)
+            rate = self.rows_rate * group["lr"] * (-1 if group.get("maximize") else 1)
+            eps = EPS if isinstance(group["eps"], tuple | list) else group["eps"]  # Adafactor has two, of another kind
+            update_rows(table, grad, self.state[table], rate, group.get("betas", BETAS), eps)
             table.grad = None
         usual: Any = super().step.__func__  # type: ignore[misc]
         # torch wraps the step of a class once it was used by itself, and would call the hooks of ours once more
@@ -86,6 +107,7 @@ class ByRows:
         others = {parameter: kept for parameter, kept in state["state"].items() if parameter not in tables}
         super().__setstate__({**state, "state": defaultdict(dict, others)})  # type: ignore[misc]
         self.state.update(tables)  # which have no "step" that torch asks every state for
+        self._listen()
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimiser has to remember."""
@@ -102,7 +124,7 @@ class ByRows:
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         for parameter, number in zip(mine, numbers, strict=True):
             if "place" in (kept := state_dict["state"].get(number, {})):
-                self.state[parameter] = {name: value.to(parameter.device) for name, value in kept.items()}
+                self.state[parameter] = {name: value.to(parameter.device, copy=True) for name, value in kept.items()}
 
 
 class AdamW(ByRows, torch.optim.AdamW):
@@ -120,7 +142,14 @@ def trimmed(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value[: int(state["used"])] if name in MOMENTS else value for name, value in state.items()}
 
 
-def update_rows(table: Tensor, grad: Tensor, state: dict[str, Tensor], rate: float, betas: tuple[float, float]) -> None:
+def update_rows(
+    table: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    rate: float,
+    betas: tuple[float, float] = BETAS,
+    eps: float = EPS,
+) -> None:
     """One step of Adam for the rows in a sparse gradient.
 
     State: `place`, where each row of the table has its moments, -1 for none; `moment` and `square`, the averages of
@@ -132,7 +161,7 @@ def update_rows(table: Tensor, grad: Tensor, state: dict[str, Tensor], rate: flo
     moment, square, times = state["moment"], state["square"], state["times"]
     times[places] += 1
     towards, root = 1 - first ** times[places, None], (1 - second ** times[places, None]).sqrt()
-    little, scale = EPS * root, -rate * root / towards  # m' / (sqrt(v') + eps) with m' = m / towards, v' = v / root^2
+    little, scale = eps * root, -rate * root / towards  # m' / (sqrt(v') + eps) with m' = m / towards, v' = v / root^2
     m, v = torch.empty(2, AT_ONCE, table.shape[1], dtype=moment.dtype, device=table.device)
     for begin in range(0, len(rows), AT_ONCE):
         some = slice(begin, begin + AT_ONCE)

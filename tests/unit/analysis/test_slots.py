@@ -303,7 +303,15 @@ def test_what_cannot_be_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"reads": 0}, {"weight": 0.0}, {"weight": 1.1}, {"held_out": "train"}, {"window": 0}]
+    "wrong",
+    [
+        {"reads": 0},
+        {"weight": 0.0},
+        {"weight": 1.1},
+        {"held_out": "train"},
+        {"held_out": "valid", "split": "all"},
+        {"window": 0},
+    ],
 )
 def test_settings_of_pruning_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"PruneSlotsConfig.{next(iter(wrong))}"):

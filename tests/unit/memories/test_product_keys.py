@@ -273,3 +273,25 @@ def test_the_papers_models_have_the_papers_size(shape: Any, layers: list[int], p
     replaced = millions(*(part for block in blocks for part in (block.intermediate, block.output.dense)))
     sizes = {"base": millions(model), "ResM": millions(model, memory), "PKM": millions(model, memory) - replaced}
     assert {name: round(size) for name, size in sizes.items()} == published
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler gives some of its own
+@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
+def test_a_compiled_model_has_its_memory_too(architecture: str) -> None:
+    model = remembering(architecture, slots=1024).train()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    twin, ids = copy.deepcopy(model), tokens(2, 9)
+    compiled = torch.compile(twin, backend="aot_eager")
+    with twin.memory.product_keys.counting() as usage:
+        outputs = compiled(input_ids=ids, labels=ids)
+    assert usage.figures()[0]["reads"] == ids.numel() * 2 * 4
+    expected = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(outputs.logits, expected.logits, **CLOSE)
+    outputs.loss.backward()
+    expected.loss.backward()
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert ours.grad is not None
+            torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense(), **CLOSE)

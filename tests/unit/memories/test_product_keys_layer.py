@@ -82,6 +82,44 @@ def test_scores_that_are_no_numbers_are_chosen_as_the_plain_way_does(odd: float)
     assert (found[0, 1, 2] == 7).any() == (expected[0, 1, 2] == 7).any() == (odd != -math.inf)
 
 
+def test_ties_are_found_by_helpers_in_inference_mode_too() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with torch.inference_mode():
+            scores = torch.zeros(4, 2, 2500, 64) + 1
+            pairs = quick_best_pairs(scores, 8)
+    finally:
+        torch.set_num_threads(threads)
+    slots = (pairs[:, 0] * 64 + pairs[:, 1]).sort(-1).values
+    assert (slots[..., 1:] > slots[..., :-1]).all()  # eight different ones, all as good as any
+
+
+def test_a_row_with_too_many_and_one_with_too_few_do_not_make_up_for_each_other() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(1, 2, 2, 64)
+    scores[0, :, 0, :16] = 5.0 + torch.arange(16)  # sums of whole numbers, many of them equal
+    scores[0, 1, 1, 3] = math.nan
+    assert torch.equal(
+        quick_best_pairs(scores, 8)[0, :, 0].sum(0).sort().values, best_pairs(scores, 8)[0, :, 0].sum(0).sort().values
+    )
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor cannot take small numbers for 0")
+def test_numbers_that_the_processor_takes_for_0_keep_their_places() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(2, 2, 500, 64).clamp(max=0) * (torch.rand(2, 2, 500, 64) > 0.05)  # the best are zeros
+    torch.set_flush_denormal(True)
+    try:
+        pairs = quick_best_pairs(scores, 4)
+    finally:
+        torch.set_flush_denormal(False)
+    slots = (pairs[:, 0] * 64 + pairs[:, 1]).sort(-1).values
+    assert (slots[..., 1:] > slots[..., :-1]).all()
+    found, best = (scores.gather(-1, some).sum(1).sort(-1).values for some in (pairs, best_pairs(scores, 4)))
+    assert torch.equal(found, best)
+
+
 def test_a_forked_process_finds_slots_too() -> None:
     scores = torch.randn(2, 2, 5, 64)
     expected = quick_best_pairs(scores, 8)

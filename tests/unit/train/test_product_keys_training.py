@@ -117,6 +117,23 @@ def test_a_memory_of_which_little_is_used_is_told_of(corpus, tokenizer, make_mod
     said = [line for line in capsys.readouterr().err.splitlines() if "use few of their slots" in line]
     assert len(said) == 1
     assert "feed_forward = 'keep'" in said[0]
+    handle = model.memory.product_keys
+    model.train()(input_ids=tokens(2, 9))
+    assert handle.tell() == ({}, [])  # what is read after training is nobody's business
+
+
+def test_one_model_is_trained_by_one_loop_after_the_other(corpus, tokenizer, make_model, settings, tmp_path):
+    model = with_keys(make_model("gpt2"), slots=1024)
+    table = model.memory.product_keys.table(0).weight
+
+    def changed(train: Any) -> int:
+        before = table.detach().clone()
+        train()
+        return int((table != before).any(1).sum())
+
+    for number in range(2):
+        assert changed(trainer(model, tmp_path / str(number), 2).train) > 10
+    assert changed(lambda: mnemic.train(model, tokenizer, corpus, settings(steps=2))) > 10
 
 
 # Other training loops

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from mnemic.errors import UsageError
 from mnemic.memories.product_keys.layer import ValueTable
 from mnemic.train.config import TrainConfig
 from mnemic.train.optimizers import load_optimizer_tensors, make_optimizer, optimizer_tensors
@@ -303,3 +304,58 @@ def test_hooks_of_a_step_are_called_once_whoever_used_torchs_own_before() -> Non
     optimizer.step()
     assert calls == ["before", "after"]
     assert (plain != 1).all()
+
+
+def trained_rows(embedding: nn.Embedding, optimizer: Any) -> int:
+    """How many rows one step changes."""
+    before = embedding.weight.detach().clone()
+    embedding(torch.tensor([1, 4])).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return int((embedding.weight != before).any(1).sum())
+
+
+def test_the_newest_optimizer_trains_tables_that_another_one_had_clipped() -> None:
+    embedding = nn.Embedding(ROWS, WIDTH, sparse=True)
+    first = AdamW(embedding.parameters(), lr=0.1, clip=1.0)
+    assert trained_rows(embedding, first) == 2
+    for clip in (1.0, 0.0, 1.0):
+        optimizer = AdamW(embedding.parameters(), lr=0.1, clip=clip)
+        assert trained_rows(embedding, optimizer) == 2
+    assert not first._taken  # and it holds nothing that others computed
+
+
+def test_a_copy_of_an_optimizer_takes_the_gradients_of_its_own_tables() -> None:
+    embedding = nn.Embedding(ROWS, WIDTH, sparse=True)
+    optimizer = AdamW(embedding.parameters(), lr=0.1, clip=1.0)
+    both = copy.deepcopy({"embedding": embedding, "optimizer": optimizer})
+    assert trained_rows(both["embedding"], both["optimizer"]) == 2
+    assert trained_rows(embedding, optimizer) == 2
+
+
+def test_a_state_that_was_loaded_stays_what_it_was() -> None:
+    values = table().weight
+    optimizer = AdamW([values], lr=0.02)
+    take_steps(optimizer, values, range(2))
+    saved = optimizer.state_dict()
+    before = plain(saved)
+    for _ in range(2):  # rolled back twice
+        again = AdamW([nn.Parameter(values.detach().clone())], lr=0.02)
+        again.load_state_dict(saved)
+        take_steps(again, again.param_groups[0]["params"][0], range(2, 9))
+    for name, tensor in before["state"][0].items():
+        assert torch.equal(saved["state"][0][name], tensor)
+
+
+def test_options_of_adam_hold_for_rows_too() -> None:
+    values, dense = table().weight, nn.Parameter(table().weight.detach().clone())
+    options: dict[str, Any] = {"lr": 0.01, "eps": 0.5, "maximize": True, "betas": (0.5, 0.7)}
+    ours, theirs = AdamW([values], rows_rate=1.0, **options), torch.optim.Adam([dense], **options)
+    for step in range(3):
+        found = drawn(step, set(range(ROWS)))
+        values.grad, dense.grad = gradient(found), torch.stack([found[row] for row in range(ROWS)])
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(values, dense, rtol=1e-9, atol=1e-12)
+    with pytest.raises(UsageError, match="amsgrad"):
+        AdamW([values], amsgrad=True)

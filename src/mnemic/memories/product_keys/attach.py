@@ -128,6 +128,9 @@ class Attached(Handle):
     def tell(self) -> tuple[dict[str, float], list[str]]:
         return ({}, []) if self._watch is None else self._watch.tell()
 
+    def end_training(self) -> None:
+        self._watch = None
+
     def check_training(self, config: Any, kind: str) -> None:
         if (rate := config.learning_rate * config.values_rate) > 1:
             raise UsageError(
