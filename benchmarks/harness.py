@@ -90,7 +90,7 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": {"python": platform.python_version(), **packages},
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", ":!/benchmarks/results")),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
