@@ -45,6 +45,7 @@ def main(folder: Path, size: str, seeds: Sequence[int] | None, runs: Path) -> No
     """Counts the parameters of each model, and runs all in turns."""
     settings = Settings.load(folder / f"{size}.toml")
     torch.manual_seed(0)
+    parameters = {name: counted(built(name, settings, BertForPreTraining)) for name in PAPER}
     models = {name: built(name, settings, BertForSequenceClassification).eval() for name in PAPER}
     ids = torch.randint(1000, (1, settings.length))
     seconds: dict[str, list[float]] = {name: [] for name in PAPER}
@@ -57,9 +58,7 @@ def main(folder: Path, size: str, seeds: Sequence[int] | None, runs: Path) -> No
                     began = time.perf_counter()
                     model(input_ids=ids)
                     seconds[name].append(time.perf_counter() - began)
-    del models, model
-    results = {"size": size, "settings": settings.to_dict(), "seconds": seconds}
-    results["parameters"] = {name: counted(built(name, settings, BertForPreTraining)) for name in PAPER}
+    results = {"size": size, "settings": settings.to_dict(), "seconds": seconds, "parameters": parameters}
     results |= {"threads": torch.get_num_threads(), "commit": commit(), "versions": versions(), "machine": machine()}
     write_text(folder / "results" / f"{size}.json", json.dumps(results, indent=2) + "\n")
 
