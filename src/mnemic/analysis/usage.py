@@ -141,7 +141,7 @@ def plot_staleness(found: dict[str, dict[str, Any]], path: str | Path) -> None:
             axes.bar([place + number * width for place in range(len(slots))], slots, width, label=name)
         axes.set_xticks(range(len(slots)), ["never", *map(str, one["steps"])])
         axes.set(title=f"layer {layer}", xlabel="checkpoint of the last use", ylabel="slots")
-    axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path)
 
 
@@ -149,13 +149,12 @@ def plot_apart(found: dict[str, dict[int, dict[str, float]]], path: str | Path) 
     """Draws KL and IOU between two classes in each layer, for several models by name (Figure 4)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure, width = Figure(figsize=(9, 4), layout="constrained"), 0.8 / len(found)
     for axes, figure_name in zip(figure.subplots(1, 2), ("kl", "iou"), strict=True):
         for number, (name, layers) in enumerate(found.items()):
-            width = 0.8 / len(found)
-            places = [place + number * width for place in range(len(layers))]
+            places = [place + (number - (len(found) - 1) / 2) * width for place in range(len(layers))]
             axes.bar(places, [one[figure_name] for one in layers.values()], width, label=name)
         axes.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
         axes.set(ylabel=figure_name.upper())
-    axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path)
