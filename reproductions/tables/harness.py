@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from tables.models import Model, Trained, described
 from tables.readme import put_table
 from tables.settings import Settings, identity
@@ -83,6 +84,7 @@ class Row:
     paper: dict[str, float | None]
     variant: str = ""  # of the settings
     against: str = ""  # the label of the row that its change is against; empty: the table's first
+    count: int | None = None  # memory tokens in testing; None: those that it was trained with
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class Measurement:
     """A row of a table, for one seed."""
 
     def __init__(self, table: Table, row: Row, settings: Settings, seed: int, runs: Path) -> None:
-        self.testing, self.settings = row.testing, settings
+        self.testing, self.settings, self.count = row.testing, settings, row.count
         self.places = {column: table.columns[column] for column in row.paper}
         self.model = Model(row.trained, settings, seed, runs)
         self.tested: list[Any] = [described(settings.text(settings.tested)), settings.evaluate]
@@ -155,6 +157,8 @@ class Measurement:
             self.tested += [testing.config(settings, None).to_dict(), testing.tune_long, settings.tune]
             if testing.store:
                 self.tested += [described(settings.text(testing.store)), settings.store]
+        if row.count is not None:
+            self.tested.append(row.count)
         self.identity = identity(self.model.identity, self.tested, sorted(self.places.values()))
         self._loaded: Any = None
         self._store: Any = None
@@ -196,6 +200,9 @@ class Measurement:
         """The trained model with the memory of testing, with these settings of it."""
         if self._loaded is None:
             self._loaded, testing = self.model.load(), self.testing
+            if self.count is not None:
+                torch.manual_seed(self.model.seed)  # tokens that it was not trained with are drawn
+                self._loaded.memory.change("tokens", count=self.count)
             if testing is not None and testing.store:
                 self._store = self.model.store(self._loaded, testing.store, "ip" if testing.joint else "l2")
         if self.testing is None:

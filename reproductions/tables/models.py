@@ -51,6 +51,7 @@ class Trained:
     memory: dict[str, Any] = field(default_factory=dict)  # of OutputMemory; empty: none
     attention: dict[str, Any] = field(default_factory=dict)  # of KNNAttention, `size` by its name; empty: none
     product_keys: dict[str, Any] = field(default_factory=dict)  # of ProductKeys, beside the settings' own; empty: none
+    tokens: dict[str, Any] = field(default_factory=dict)  # of MemoryTokens; empty: none
     start: Trained | None = None  # the model that training goes on from, with [finetune] in place of [train]
 
     def changed(self, batching: str | None = None, **memory: Any) -> Trained:
@@ -101,6 +102,8 @@ class Model:
             self.memory = mnemic.KNNAttention(**{**trained.attention, "size": size})
         if trained.product_keys:
             self.memory = mnemic.ProductKeys(**settings.product_keys | trained.product_keys)
+        if trained.tokens:
+            self.memory = mnemic.MemoryTokens(**trained.tokens)
         vocabulary = [described(settings.text("home")), settings.tokenizer, settings.vocab_size]
         self.tokenizer_folder = runs / f"tokenizer-{identity(vocabulary)}"
         steps = {
@@ -161,7 +164,9 @@ class Model:
             torch.manual_seed(self.seed)
             model = self.new()
         if isinstance(model, AugmentedModel):  # it has learned to use its memory, which is enlarged
-            model.memory.change("attention", size=self.memory.size)
+            torch.manual_seed(self.seed)
+            grown = {"count": self.memory.count} if self.trained.tokens else {"size": self.memory.size}
+            model.memory.change(self.memory.memory(), **grown)
         elif self.memory is not None:
             augment(model, self.memory)
         if self.start is None and self.settings.drill and not self.pretrained:

@@ -35,6 +35,7 @@ class Prefix:
 
     rows: Callable[[], torch.Tensor]
     bias: Callable[[], torch.Tensor | None]
+    by_key: bool = False  # whether layers are given which keys are no padding, (batch, 1, 1, keys), and no larger mask
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class Entrance:
         else:
             change = self._mask_change(starts, batch, added or stored, past, inputs.device)
         self._begin(change, kwargs, added, cache if streams else None)
+        if self.prefix is not None and self.prefix.by_key:
+            kwargs["attention_mask"] = kwargs["attention_mask"][:, None, None].bool()
         if "position_ids" not in self._parameters:
             kwargs.pop("position_ids", None)
         return (), kwargs

@@ -115,6 +115,13 @@ class SelfAttention(Attention):
             query, attention_mask = self.relative(query, position_terms, attention_mask)
         return self.attend(query, key, value, attention_mask, **kwargs)
 
+    def read(self, hidden_states: Tensor, memory: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The output (B, T, hidden_size) where a sequence attends to `memory` (B, M, hidden_size) alone, and weights."""
+        length = hidden_states.shape[1]
+        states = self.qkv_proj(torch.cat([hidden_states, memory], dim=1)).unflatten(2, (3, self.heads, self.head_dim))
+        query, key, value = (part.transpose(1, 2) for part in states.unbind(2))
+        return self.attend(query[:, :, :length], key[:, :, length:], value[:, :, length:], None, **kwargs)
+
 
 class CrossAttention(Attention):
     """Attention of the decoder to the encoder's output, whose keys and values are computed once per source."""

@@ -95,6 +95,15 @@ class Block(GradientCheckpointingLayer):
         fed = self.mlp(self._before(hidden_states, self.mlp_norm))
         return self._after(hidden_states, fed, self.mlp_norm)
 
+    def read(self, hidden_states: Tensor, memory: Tensor, **kwargs: Any) -> Tensor:
+        """The block's output where its attention reads `memory` (B, M, hidden_size), and not the sequence itself."""
+        attended, _ = self.self_attn.read(
+            self._before(hidden_states, self.self_attn_norm), self._before(memory, self.self_attn_norm), **kwargs
+        )
+        hidden_states = self._after(hidden_states, attended, self.self_attn_norm)
+        fed = self.mlp(self._before(hidden_states, self.mlp_norm))
+        return self._after(hidden_states, fed, self.mlp_norm)
+
     def _before(self, hidden_states: Tensor, norm: nn.Module) -> Tensor:
         return norm(hidden_states) if self.pre_norm else hidden_states
 

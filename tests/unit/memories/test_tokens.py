@@ -135,8 +135,8 @@ def test_an_absolute_position_table_loses_no_room() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(UsageError, match="count = 0: expected 1 or more"):
-        mnemic.MemoryTokens(count=0)
+    with pytest.raises(UsageError, match="count = -1: expected 0 or more"):
+        mnemic.MemoryTokens(count=-1)
     model = mnemic.augment(build("llama"), mnemic.MemoryTokens(count=2))
     with pytest.raises(UsageError, match=r"attention_mask must be \(batch, length\)"):
         model(ids(), attention_mask=torch.zeros(2, 1, 9, 9))

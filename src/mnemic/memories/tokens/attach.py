@@ -2,34 +2,84 @@
 
 from __future__ import annotations
 
-from typing import Self
+import dataclasses
+import math
+from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Places
 from mnemic.hf.entrance import Entrance, Prefix
 from mnemic.memories.base import Handle
-from mnemic.memories.tokens.config import MemoryTokens
-from mnemic.memories.tokens.layer import MemoryTokenLayer
+from mnemic.memories.tokens.blocks import BottleneckBlock, ControlledBlock
+from mnemic.memories.tokens.config import BOTTLENECKS, MemoryTokens
+from mnemic.memories.tokens.layer import MemoryController, MemoryTokenLayer
+from mnemic.models.blocks import Block
 
 
 class Attached(Handle):
-    """Memory tokens in one model."""
+    """Memory tokens in one model: `layer` has the vectors, `controllers` update them where the model does not."""
+
+    config: MemoryTokens
 
     def __init__(self, config: MemoryTokens, layer: MemoryTokenLayer, entrance: Entrance) -> None:
         super().__init__(config)
-        self.layer = layer
+        self.layer, self.controllers = layer, nn.ModuleList()
         self._entrance = entrance
-        self.switch(True)
+        self._blocks: list[ControlledBlock] | list[BottleneckBlock] = []
 
     @classmethod
     def attach(cls, config: MemoryTokens, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
         inputs = places.sample_inputs()
         layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated)
-        return cls(config, layer.to(inputs.device), entrance)
+        handle = cls(config, layer.to(inputs.device), entrance)
+        if config.variant != "plain":
+            handle._control(places, inputs.device)
+        handle.switch(True)
+        return handle
+
+    def _control(self, places: Places, device: torch.device) -> None:
+        """Gives the memory layers of its own."""
+        blocks = controlled(self.config, places)
+        shape: Any = places.stack.config
+        width: int = shape.hidden_size
+        heads = math.gcd(width, shape.num_attention_heads)
+        hidden = getattr(shape, "intermediate_size", None) or 4 * width
+        like: dict[str, Any] = {"activation": F.gelu}
+        if isinstance(blocks[0], Block):
+            like = {"activation": blocks[0].mlp.activation, "dropout": blocks[0].dropout}
+        shared = self.config.variant == "control-shared"
+        self.controllers = nn.ModuleList(
+            MemoryController(width, heads, hidden, **like) for _ in range(1 if shared else len(blocks))
+        ).to(device)
+        causal = places.anatomy.kind == "causal"
+        for number, block in enumerate(blocks):
+            at = 0 if shared else number
+            if self.config.variant in BOTTLENECKS:
+                self._blocks.append(BottleneckBlock(self, at, block))  # type: ignore[arg-type]
+            else:
+                self._blocks.append(ControlledBlock(self, at, block, causal))  # type: ignore[arg-type]
 
     def switch(self, on: bool) -> None:
-        self._entrance.prefix = Prefix(rows=self._rows, bias=self._bias) if on else None
+        bottleneck = self.config.variant in BOTTLENECKS
+        self._entrance.prefix = Prefix(rows=self._rows, bias=self._bias, by_key=bottleneck) if on else None
+        for block in self._blocks:
+            block.switch(on)
+
+    def change(self, **settings: Any) -> None:
+        if fixed := sorted(settings.keys() - {"count"}):
+            raise UsageError(
+                f"the memory tokens have learned with {fixed[0]} = {getattr(self.config, fixed[0])!r}: only their "
+                "count can be changed, or detach() them"
+            )
+        self.config = dataclasses.replace(self.config, **settings)
+        self.layer.resize(self.config.count)
+
+    def unused(self) -> list[nn.Parameter]:
+        return [parameter for block in self._blocks for parameter in block.unused()]
 
     # The layer is looked up at each call: PEFT puts another in its place.
 
@@ -38,3 +88,23 @@ class Attached(Handle):
 
     def _bias(self) -> torch.Tensor | None:
         return self.layer.bias()
+
+
+def controlled(config: MemoryTokens, places: Places) -> list[nn.Module]:
+    """The blocks beside which the memory has a layer of its own.
+
+    Of an encoder all: its decoder reads the memory. Of other models all but the last, after which nobody reads it.
+    """
+    name = type(places.stack).__name__
+    read = places.decoder is not None or places.anatomy.kind == "seq2seq"
+    if config.variant in BOTTLENECKS and not (read and all(isinstance(block, Block) for block in places.blocks)):
+        raise UnsupportedModel(
+            f"{name} cannot have a bottleneck of memory tokens: that is for mnemic's encoder-decoder, give other models "
+            "variant = 'plain' or 'control'"
+        )
+    blocks = places.blocks if read else places.blocks[:-1]
+    if not blocks:
+        raise UnsupportedModel(
+            f"{name} has one layer, and nobody reads what the memory is after it: leave variant at 'plain'"
+        )
+    return blocks

@@ -4,29 +4,62 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Literal, Self
 
 from mnemic.config import option
 from mnemic.errors import UsageError
 from mnemic.memories.config import MemoryConfig
 
+BOTTLENECKS = ("bottleneck", "bottleneck-skip")
+
 
 @dataclass(kw_only=True)
 class MemoryTokens(MemoryConfig):
-    """Trainable [mem] vectors before the input, which the sequence reads and writes (arXiv 2006.11527)."""
+    """Trainable [mem] vectors before the input, which the sequence reads and writes (arXiv 2006.11527).
 
-    count: int = option(10, "how many [mem] tokens are put before the input (the paper's m)")
+    MemTransformer, in any model:                 MemoryTokens(count=10)
+    MemCtrl, the memory with layers of its own:   MemoryTokens(count=20, variant="control")
+    """
+
+    starts: ClassVar[dict[str, dict[str, Any]]] = {
+        "control": {"variant": "control"},
+        "control_shared": {"variant": "control-shared"},
+        "bottleneck": {"variant": "bottleneck"},
+        "bottleneck_skip": {"variant": "bottleneck-skip"},
+    }
+
+    count: int = option(
+        10,
+        "how many [mem] tokens are put before the input (the paper's m); on a trained model fewer leave its first ones "
+        "(a lesion, 0 all out) and more add new ones, to be trained (an extension)",
+    )
+    variant: Literal["plain", "control", "control-shared", "bottleneck", "bottleneck-skip"] = option(
+        "plain",
+        "what updates the memory: plain, the model's own layers (MemTransformer); control, a layer of its own beside "
+        "each (MemCtrl), or one for all (control-shared); bottleneck, the same, and the sequence reads nothing but the "
+        "memory (MemBottleneck), or is left as it is (bottleneck-skip): in mnemic's encoder-decoder only",
+    )
     gated: bool = option(
         False, "give each token a trainable gate that starts closed: the model starts out exactly as its base"
     )
 
     def check(self) -> None:
-        if self.count < 1:
-            raise UsageError(f"MemoryTokens.count = {self.count}: expected 1 or more")
+        if self.count < 0:
+            raise UsageError(f"MemoryTokens.count = {self.count}: expected 0 or more")
+        if self.variant in BOTTLENECKS and self.gated:
+            raise UsageError(
+                "MemoryTokens.gated = true closes the memory, and in a bottleneck there is nothing else to read: leave "
+                "one of the two out"
+            )
+        if self.variant in BOTTLENECKS and not self.count:
+            raise UsageError(
+                "MemoryTokens.count = 0: a bottleneck has nothing but the memory to read, leave at least one token"
+            )
 
     @classmethod
     def small(cls, layers: int) -> Self:
         return cls(count=4)
 
     def neutral(self) -> Self:
-        return dataclasses.replace(self, gated=True)
+        variant = "plain" if self.variant in BOTTLENECKS else self.variant
+        return dataclasses.replace(self, gated=True, variant=variant)

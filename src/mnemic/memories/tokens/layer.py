@@ -1,19 +1,33 @@
-"""The mathematics of memory tokens, in plain torch (Memory Transformer, arXiv 2006.11527, section 2.2).
+"""The mathematics of memory tokens, in plain torch (Memory Transformer, arXiv 2006.11527, section 2).
 
     X^{mem+seq} = [X^mem ; X^seq]        X^mem: (m, d), trained;  X^seq: (n, d)
 
-The extended sequence goes through the model's own layers. With a gate g_j for each memory token, its weight in every
-softmax is multiplied by g_j:
+**MemTransformer** (2.2): the extended sequence goes through the model's own layers. With a gate g_j for each memory
+token, its weight in every softmax is multiplied by g_j:
 
     A_ij = g_j exp(s_ij) / (sum_{k in mem} g_k exp(s_ik) + sum_{k in seq} exp(s_ik))
 
 which is log g_j added to the score s_ij. At g = 0 the sequence does not read the memory.
+
+**MemCtrl** (2.3): in each layer the memory is updated by a controller, and the sequence by the model's own layer, both
+from X^{mem+seq}:
+
+    A^mem = LN(X^mem + MH^mem(X^mem, X^{mem+seq}, X^{mem+seq}))        H^mem = LN(A^mem + FF^mem(A^mem))
+
+**MemBottleneck** (2.4): the memory is updated so, and then the sequence reads nothing but the updated memory:
+
+    A^seq = LN(X^seq + MH^seq(X^seq, H^mem, H^mem))                    H^seq = LN(A^seq + FF^seq(A^seq))
+
+Skip leaves the sequence as it is: H^seq = X^seq.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 CLOSED = (
     1e-20  # the gate's start: no mass that a float32 sum would show, yet d log g / d g = 1 / g keeps the gradient whole
@@ -25,14 +39,15 @@ class MemoryTokenLayer(nn.Module):
 
     def __init__(self, count: int, width: int, spread: float = 0.02, gated: bool = False) -> None:
         super().__init__()
+        self.spread = spread
         self.vectors = nn.Parameter(torch.randn(count, width) * spread)
         self.gate = nn.Parameter(torch.full((count,), CLOSED)) if gated else None
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         """X^mem, (m, d)."""
         return self.vectors
 
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> Tensor | None:
         """log g, (m,): what is added to the scores of the memory's keys; None without a gate.
 
         Below CLOSED the value stays at log CLOSED while the gradient passes, so that a gate can always open.
@@ -42,3 +57,63 @@ class MemoryTokenLayer(nn.Module):
         gate = self.gate.float()
         opening = gate.detach().clamp(min=CLOSED)
         return opening.log() + (gate - gate.detach()) / opening
+
+    def resize(self, count: int) -> None:
+        """Leaves the first `count` tokens, or adds new ones, drawn as those at the start were."""
+        old = self.vectors.detach()
+        new = torch.randn(max(count - len(old), 0), old.shape[1], dtype=old.dtype, device=old.device) * self.spread
+        self.vectors = nn.Parameter(torch.cat([old[:count], new]), self.vectors.requires_grad)
+        if self.gate is not None:
+            gate = self.gate.detach()
+            self.gate = nn.Parameter(torch.cat([gate[:count], gate.new_full((len(new),), CLOSED)]))
+
+
+class MemoryAttention(nn.Module):
+    """MH(Q, X, X): multi-head attention of some vectors to others, without positions."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+
+    def forward(self, queries: Tensor, states: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What queries (B, m, d) find in states (B, K, d); a mask is (B or 1, 1, 1, K), as attention functions take it."""
+        query, key, value = self._heads(queries, states)
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+    def _heads(self, queries: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of each head, (B, heads, m or K, d / heads)."""
+        query = self.query(queries).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        key, value = self.key_value(states).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return query, key, value
+
+
+class MemoryController(nn.Module):
+    """A layer of the memory's own: H^mem from X^mem and what it reads."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        hidden: int,
+        activation: Callable[[Tensor], Tensor] = F.relu,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.attention, self.attention_norm = MemoryAttention(width, heads), nn.LayerNorm(width)
+        self.up, self.down, self.norm = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.LayerNorm(width)
+        self.activation, self.dropout = activation, dropout
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, memory: Tensor, states: Tensor, mask: Tensor | None = None) -> Tensor:
+        """H^mem (B, m, d), where MH^mem reads states (B, K, d)."""
+        memory = self.attention_norm(memory + self._drop(self.attention(memory, states, mask)))
+        return self.norm(memory + self._drop(self.down(self.activation(self.up(memory)))))
+
+    def _drop(self, added: Tensor) -> Tensor:
+        return F.dropout(added, self.dropout, self.training)

@@ -1,0 +1,115 @@
+"""Single layers of a model whose memory tokens are updated by a controller (arXiv 2006.11527, sections 2.3 and 2.4)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mnemic.hf.entrance import is_reading, prefix_being_read
+from mnemic.memories.tokens.config import MemoryTokens
+from mnemic.models.blocks import Block
+
+
+class Owner(Protocol):
+    """The memory tokens that a layer belongs to."""
+
+    config: MemoryTokens
+    controllers: nn.ModuleList
+
+
+def memory_being_read(owner: Owner) -> int:
+    """How many memory tokens stand before the sequence in what a layer is given.
+
+    A layer that runs once more for its gradient is in no forward: it is given what it was given in training.
+    """
+    return prefix_being_read() if is_reading() else owner.config.count
+
+
+def updated(owner: Owner, number: int, memory: Tensor, states: Tensor, mask: Tensor | None) -> Tensor:
+    """H^mem (B, m, d) by controller `number`, in its own precision."""
+    controller = owner.controllers[number]
+    own = next(controller.parameters()).dtype
+    if mask is not None:
+        mask = mask[..., :1, :] if mask.ndim == 4 else mask[:, None, None].bool()
+        mask = mask if mask.dtype == torch.bool else mask.to(own)
+    return controller(memory.to(own), states.to(own), mask).to(memory.dtype)
+
+
+class ControlledBlock:
+    """MemCtrl: the layer goes on as it is, and what it makes of the memory is put aside for what the controller makes.
+
+    In a causal model the memory stands before the text and must not see it, so there it reads only itself.
+    """
+
+    def __init__(self, owner: Owner, number: int, block: nn.Module, causal: bool) -> None:
+        self.owner, self.number, self.block, self.causal = owner, number, block, causal
+        self._names = list(inspect.signature(block.forward).parameters)
+        self._hook: Any = None
+
+    def switch(self, on: bool) -> None:
+        """Takes part, or leaves the layer exactly as it was."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self.block.register_forward_hook(self._leave, with_kwargs=True) if on else None
+
+    def unused(self) -> list[nn.Parameter]:
+        """None: the sequence goes through the layer's own."""
+        return []
+
+    def _leave(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        count = memory_being_read(self.owner)
+        if not count:
+            return output
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        states: Tensor = given["hidden_states"]
+        memory = states[:, :count]
+        if self.causal:
+            made = updated(self.owner, self.number, memory, memory, None)
+        else:
+            made = updated(self.owner, self.number, memory, states, given.get("attention_mask"))
+        if isinstance(output, tuple):
+            return (torch.cat([made, output[0][:, count:]], dim=1), *output[1:])
+        return torch.cat([made, output[:, count:]], dim=1)
+
+
+class BottleneckBlock:
+    """MemBottleneck: the controller reads everything, and then the layer's own attention reads the memory alone."""
+
+    def __init__(self, owner: Owner, number: int, block: Block) -> None:
+        self.owner, self.number, self.block = owner, number, block
+        self._on = False
+        self._covered: Callable[..., Any] | None = None  # the forward that someone else had put there
+
+    @property
+    def skips(self) -> bool:
+        """Whether the sequence is left as it is."""
+        return self.owner.config.variant == "bottleneck-skip"
+
+    def switch(self, on: bool) -> None:
+        """Takes part, or leaves the layer exactly as it was."""
+        if on == self._on:
+            return
+        self._on = on
+        if on:
+            self._covered = vars(self.block).get("forward")
+            self.block.forward = self._forward  # a hook cannot keep a module from computing
+            return
+        del self.block.forward
+        if self._covered is not None:
+            self.block.forward = self._covered
+
+    def unused(self) -> list[nn.Parameter]:
+        """The layer's own parameters, if the sequence does not go through it."""
+        return list(self.block.parameters()) if self.skips else []
+
+    def _forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        count = memory_being_read(self.owner)
+        memory, sequence = hidden_states[:, :count], hidden_states[:, count:]
+        memory = updated(self.owner, self.number, memory, hidden_states, attention_mask)
+        if not self.skips:
+            sequence = self.block.read(sequence, memory, **kwargs)
+        return torch.cat([memory, sequence], dim=1)
