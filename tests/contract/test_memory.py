@@ -6,6 +6,7 @@ skipped with the reason, and the summary at the end of the run lists it as refus
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 import mnemic
@@ -24,6 +26,19 @@ from tests.contract.architectures import ARCHITECTURES, EOS, PAD, VOCABULARY, bu
 LENGTH = 12
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 SMOOTH = {"product_keys": {"slots": 16, "k": 16}}  # a step that changes which slots are read has no slope
+
+
+class InDouble(TorchFunctionMode):
+    """Keeps float64 what models compute in float32 whatever their weights are, as norms and softmaxes."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if function is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+            kwargs = {name: torch.float64 if one is torch.float32 else one for name, one in kwargs.items()}
+        return function(*args, **kwargs)
 
 
 def config_of(memory: str) -> Any:
@@ -155,7 +170,9 @@ def test_rule_04_the_memory_learns_and_its_gradient_is_right(memory: str, archit
     weights = torch.randn(logits(model, **given).shape, generator=torch.Generator().manual_seed(5)).double()
 
     def value() -> torch.Tensor:
-        return (model(**given).logits * weights).mean()
+        searches = memory.partition(".")[0] == "attention"  # whose search is in float32
+        with contextlib.nullcontext() if searches else InDouble():
+            return (model(**given).logits * weights).mean()
 
     value().backward()
     assert {n for n, p in model.named_parameters() if p.grad is not None} == {
@@ -181,7 +198,6 @@ def test_rule_04_the_memory_learns_and_its_gradient_is_right(memory: str, archit
             assert slope(1e-5) == pytest.approx(got, rel=1e-6), name
         else:  # parts are computed in float32 whatever the weights are: the step must stand out from that
             slopes = [slope(step) for step in (1e-5, 1e-4, 1e-3, 1e-2, 3e-2)]
-            slopes += [(4 * slope(step) - slope(2 * step)) / 3 for step in (5e-5, 1e-4, 2e-4)]  # without curvature
             assert min(abs(s / got - 1) for s in slopes) < 1e-2, (name, got, slopes)
 
 

@@ -99,8 +99,8 @@ def controlled(config: MemoryTokens, places: Places) -> list[nn.Module]:
     read = places.decoder is not None or places.anatomy.kind == "seq2seq"
     if config.variant in BOTTLENECKS and not (read and all(isinstance(block, Block) for block in places.blocks)):
         raise UnsupportedModel(
-            f"{name} cannot have a bottleneck of memory tokens: that is for mnemic's encoder-decoder, give other models "
-            "variant = 'plain' or 'control'"
+            f"{name} cannot have a bottleneck of memory tokens: that is for mnemic's encoder-decoder, give other "
+            "models variant = 'plain' or 'control'"
         )
     blocks = places.blocks if read else places.blocks[:-1]
     if not blocks:

@@ -78,7 +78,7 @@ class MemoryAttention(nn.Module):
         self.key_value = nn.Linear(width, 2 * width)
 
     def forward(self, queries: Tensor, states: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What queries (B, m, d) find in states (B, K, d); a mask is (B or 1, 1, 1, K), as attention functions take it."""
+        """What queries (B, m, d) find in states (B, K, d); a mask (B or 1, 1, 1, K) is as attention functions take it."""
         query, key, value = self._heads(queries, states)
         found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.out(found.transpose(1, 2).flatten(2))
