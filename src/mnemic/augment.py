@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from mnemic import saving
 from mnemic.errors import UsageError
 from mnemic.hf.anatomy import Anatomy
-from mnemic.hf.entrance import MARK, reading
+from mnemic.hf.entrance import MARK
 from mnemic.hf.losses import masses_of_logits
+from mnemic.hf.reading import reading
 from mnemic.memories.base import Handle, Reading, to_be_filled
 from mnemic.memories.config import MemoryConfig
 from mnemic.memories.memory import Memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -111,7 +112,18 @@ class Places:
         weight = next(self.embeddings.parameters())
         size: int = self.stack.config.vocab_size  # type: ignore
         vectors = self.embeddings(torch.arange(min(count, size), device=weight.device)[None])[0]
-        return vectors.float() * getattr(self.stack, "embed_scale", 1.0)
+        return vectors.float() * self.scale
+
+    @property
+    def scale(self) -> float:
+        """What a stack multiplies its embeddings with."""
+        return getattr(self.stack, "embed_scale", 1.0)
+
+    @property
+    def scales_given(self) -> bool:
+        """Whether it does so with embeddings that it is given, too: Marian's decoder does, and its encoder does not."""
+        kind: str = self.stack.config.model_type  # type: ignore[union-attr, assignment]
+        return kind == "marian" and self.anatomy.kind == "causal"
 
     @property
     def predicting_feed_forward(self) -> list[list[nn.Module]]:
@@ -125,6 +137,21 @@ class Places:
     def every_feed_forward(self) -> list[list[nn.Module]]:
         """The feed-forward of each block, a decoder's on from its encoder's."""
         return self.feed_forward + ([] if self.decoder is None else self.predicting_feed_forward)
+
+    def of_decoder(self) -> Places:
+        """The decoder of a sequence-to-sequence model as a causal stack of its own."""
+        decoder: Any = self.decoder
+        blocks = list(_at(decoder, self.anatomy.blocks, "blocks", decoder))
+        return Places(
+            anatomy=dataclasses.replace(self.anatomy, kind="causal", stack="", decoder=None),
+            stack=decoder,
+            decoder=None,
+            embeddings=decoder.get_input_embeddings(),
+            blocks=blocks,
+            attention=[_at(block, self.anatomy.attention, "attention", decoder) for block in blocks],
+            feed_forward=self.predicting_feed_forward,
+            head=self.head,
+        )
 
     @property
     def positions_by_id(self) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from mnemic.errors import UnsupportedModel, UsageError
-from mnemic.hf import masks
+from mnemic.hf import masks, reading
 from mnemic.hf.anatomy import Places, find
 from mnemic.hf.caches import pin
 from mnemic.hf.positions import prefix_positions, separates_documents, sequence_positions
@@ -38,63 +37,17 @@ class Prefix:
     by_key: bool = False  # whether layers are given which keys are no padding, (batch, 1, 1, keys), and no larger mask
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One forward of a stack that is under way; calls of several stacks may be inside each other."""
-
-    entrance: Entrance
-    mask_token: Token
-    outer: _Call | None
-    prefix: int = 0
-    positions: torch.Tensor | None = None
-    xl_cache: Any = None
-    mask: torch.Tensor | None = None
-
-
 _BLIND_TO_PACKING = ("opt", "falcon")  # their masks do not look at position_ids
-
-_call: ContextVar[_Call | None] = ContextVar("mnemic_call", default=None)
-_document_starts: ContextVar[torch.Tensor | None] = ContextVar("mnemic_document_starts", default=None)
-
-
-@contextlib.contextmanager
-def reading(document_starts: torch.Tensor | None) -> Iterator[None]:
-    """For the time of one forward, tells the stack where documents start."""
-    token = _document_starts.set(document_starts)
-    try:
-        yield
-    finally:
-        _document_starts.reset(token)
-
-
-def starts_being_read() -> torch.Tensor | None:
-    """Where documents start in what is read now, if that was told."""
-    return _document_starts.get()
-
-
-def prefix_being_read() -> int:
-    """How many vectors stand before the input in the forward that is under way."""
-    call = _call.get()
-    return 0 if call is None else call.prefix
-
-
-def mask_being_read() -> torch.Tensor | None:
-    """Which positions are no padding, (batch, cached and new ones), in what is read now, if that was told."""
-    call = _call.get()
-    return None if call is None else call.mask
-
-
-def is_reading() -> bool:
-    """Whether a forward of a stack is under way; a layer that runs once more for its gradient is in none."""
-    return _call.get() is not None
 
 
 class Entrance:
     """The hooks on a model's stack (and on the decoder that reads an encoder's output)."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, around: Entrance | None = None) -> None:
         masks.install()
         self.places = places
+        self._around = around  # that of the whole model, if this is a decoder's own
+        self._of_decoder: Entrance | None = None
         self.prefix: Prefix | None = None
         self._slides = _slides(places.stack.config)
         self._parameters = list(inspect.signature(places.stack.forward).parameters)
@@ -102,7 +55,7 @@ class Entrance:
         stack = places.stack
         self._hooks = [
             stack.register_forward_pre_hook(self._enter, with_kwargs=True),
-            stack.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            stack.register_forward_hook(self._leave, with_kwargs=True, always_call=True, prepend=around is not None),
         ]
         if isinstance(pooler := getattr(stack, "pooler", None), nn.Module):
             self._hooks.append(pooler.register_forward_pre_hook(self._pool))
@@ -117,17 +70,24 @@ class Entrance:
                 places.decoder.register_forward_hook(self._leave_decoder, with_kwargs=True, always_call=True),
             ]
 
+    def of_decoder(self) -> Entrance:
+        """The entrance of a decoder's own input, within this one's."""
+        self._of_decoder = self._of_decoder or Entrance(self.places.of_decoder(), around=self)
+        return self._of_decoder
+
     def remove(self) -> None:
         """Takes the hooks off again."""
         for hook in self._hooks:
             hook.remove()
+        if self._of_decoder is not None:
+            self._of_decoder.remove()
 
     # -- the stack ---------------------------------------------------------------------------------------------------
 
     def _enter(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         starts = kwargs.pop("document_starts", None)
-        starts = _document_starts.get() if starts is None else starts
+        starts = reading.starts_being_read() if starts is None else starts
         starts = None if starts is None else starts.bool()
         cache = self._cache(kwargs)
         streams = hasattr(cache, "prefix")  # our own XL cache: it keeps no prefix, so each segment brings its own
@@ -187,13 +147,14 @@ class Entrance:
         self, change: masks.MaskChange | None, kwargs: dict[str, Any], prefix: int = 0, xl_cache: Any = None
     ) -> None:
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        _call.set(_Call(self, masks.begin(change), _call.get(), prefix, positions, xl_cache, mask))
+        token = masks.begin(change) if self._around is None else masks.begin(change, *masks.active())
+        reading.current.set(reading.Call(self, token, reading.current.get(), prefix, positions, xl_cache, mask))
 
-    def _end(self) -> _Call | None:
-        call = _call.get()
+    def _end(self) -> reading.Call | None:
+        call = reading.current.get()
         if call is None or call.entrance is not self:  # refused before it began
             return None
-        _call.set(call.outer)
+        reading.current.set(call.outer)
         masks.end(call.mask_token)
         if call.xl_cache is not None:
             call.xl_cache.prefix = 0
@@ -202,9 +163,11 @@ class Entrance:
     def _prepend(self, kwargs: dict[str, Any], rows: torch.Tensor, batch: int) -> None:
         places, m = self.places, len(rows)
         embeds = kwargs.pop("inputs_embeds", None)
+        if places.scales_given:
+            rows = rows / places.scale
         if embeds is None:
             # some stacks scale after looking up and would leave given embeddings unscaled
-            embeds = places.embeddings(kwargs["input_ids"]) * getattr(places.stack, "embed_scale", 1.0)
+            embeds = places.embeddings(kwargs["input_ids"]) * (1.0 if places.scales_given else places.scale)
         kwargs["input_ids"] = None
         kwargs["inputs_embeds"] = torch.cat([rows.to(embeds.dtype).expand(batch, -1, -1), embeds], dim=1)
         if (kinds := kwargs.get("token_type_ids")) is not None:
@@ -298,13 +261,13 @@ class Entrance:
     # -- inside the stack --------------------------------------------------------------------------------------------
 
     def _place(self, table: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        call = _call.get()
+        call = reading.current.get()
         if call is None or call.entrance is not self or call.positions is None:
             return None
         return args, {**kwargs, "position_ids": call.positions[0]}
 
     def _pool(self, pooler: nn.Module, args: tuple) -> tuple | None:
-        call = _call.get()
+        call = reading.current.get()
         if call is None or call.entrance is not self or not call.prefix:
             return None
         return (args[0][:, call.prefix :], *args[1:])
@@ -334,7 +297,7 @@ def documents_apart(model: Any, document_starts: torch.Tensor) -> Iterator[None]
     """Within this context the forward of a plain model of a known architecture keeps the documents of a row apart."""
     entrance = Entrance(find(model))
     try:
-        with reading(document_starts):
+        with reading.reading(document_starts):
             yield
     finally:
         entrance.remove()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mnemic.errors import UsageError
-from mnemic.hf.entrance import is_reading, mask_being_read
+from mnemic.hf.reading import is_reading, mask_being_read
 from mnemic.memories.product_keys.layer import repeated
 
 Add = Callable[[Tensor, Tensor | None], Tensor]

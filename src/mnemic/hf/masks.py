@@ -39,19 +39,30 @@ class MaskChange:
     cross: bool = False
     """Whether the keys are an encoder's output; the stack's own masks are left alone."""
 
+    def concerns(self, config: Any, mask_function: Any) -> bool:
+        """Whether a mask that is being made is one to be changed, and not another one of the same stack."""
+        if config is not self.config:
+            return False
+        of_encoded = mask_function is bidirectional_mask_function
+        return of_encoded if self.cross else self.bidirectional or not of_encoded
 
-_active: ContextVar[MaskChange | None] = ContextVar("mnemic_mask_change", default=None)
+
+_active: ContextVar[tuple[MaskChange, ...]] = ContextVar("mnemic_mask_changes", default=())
+active = _active.get
+"""The changes that are made now."""
 end = _active.reset
 
 
-def begin(change: MaskChange | None) -> Token:
+def begin(*changes: MaskChange | None) -> Token:
     """From now on, until `end` is given what this returns, masks are changed so."""
-    if change is not None and (used := change.config._attn_implementation) not in IMPLEMENTATIONS:
-        raise UnsupportedModel(
-            f"attention implementation {used!r} does not take the masks that gated memories, documents and sliding "
-            "windows need: call model.set_attn_implementation('sdpa')"
-        )
-    return _active.set(change)
+    asked = tuple(change for change in changes if change is not None)
+    for change in asked:
+        if (used := change.config._attn_implementation) not in IMPLEMENTATIONS:
+            raise UnsupportedModel(
+                f"attention implementation {used!r} does not take the masks that gated memories, documents and sliding "
+                "windows need: call model.set_attn_implementation('sdpa')"
+            )
+    return _active.set(asked)
 
 
 def install() -> None:
@@ -64,10 +75,9 @@ def install() -> None:
 
 def _changeable(unchanged: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
     def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        change = _active.get()
-        if change is None or kwargs.get("config") is not change.config:
-            return unchanged(*args, **kwargs)
-        if change.cross and kwargs.get("mask_function") is not bidirectional_mask_function:
+        asked = (one for one in _active.get() if one.concerns(kwargs.get("config"), kwargs.get("mask_function")))
+        change = next(asked, None)
+        if change is None:
             return unchanged(*args, **kwargs)
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         own = unchanged(*args, **kwargs)

@@ -131,6 +131,7 @@ class MnemicSeq2SeqDecoder(Stack):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """The decoder's hidden states (B, T, hidden_size)."""
@@ -145,7 +146,7 @@ class MnemicSeq2SeqDecoder(Stack):
         source_mask = create_bidirectional_mask(
             self.config, embeds, encoder_attention_mask, encoder_hidden_states=encoder_hidden_states
         )
-        hidden_states = self.with_positions(embeds, attention_mask, cached)
+        hidden_states = self.with_positions(embeds, attention_mask, cached, position_ids)
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states, mask, encoder_hidden_states, source_mask, past_key_values=past_key_values, **kwargs

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Places
 from mnemic.hf.attention import AttentionHook, Heads, probe
-from mnemic.hf.entrance import Entrance, prefix_being_read, starts_being_read
+from mnemic.hf.entrance import Entrance
 from mnemic.hf.losses import IGNORED
 from mnemic.hf.positions import positions
+from mnemic.hf.reading import prefix_being_read, starts_being_read
 from mnemic.hf.xl import new_xl_cache
 from mnemic.memories.attention import layer as mathematics
 from mnemic.memories.attention.config import KNNAttention

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Places
-from mnemic.hf.entrance import Entrance, starts_being_read
+from mnemic.hf.entrance import Entrance
 from mnemic.hf.keys import OUTPUT, Ear, by_token
 from mnemic.hf.losses import IGNORED
+from mnemic.hf.reading import starts_being_read
 from mnemic.memories.base import Handle, Masses, Reading
 from mnemic.memories.output import layer, logits
 from mnemic.memories.output.config import OutputMemory

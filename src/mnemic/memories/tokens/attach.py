@@ -1,7 +1,8 @@
-"""Memory tokens go before the input of the model's stack (of a sequence-to-sequence model: its encoder)."""
+"""Memory tokens go before the input of the model's stack; of a sequence-to-sequence model encoder, decoder or both."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any, Self
@@ -21,18 +22,28 @@ from mnemic.models.blocks import Block
 
 
 class Attached(Handle):
-    """Memory tokens in one model: `layer` has the vectors, `controllers` update them where the model does not."""
+    """Memory tokens in one model: `layer` has the vectors, `controllers` update them where the model does not.
+
+    If encoder and decoder both have tokens, those of the decoder are in `decoder_layer`.
+    """
 
     config: MemoryTokens
 
     def __init__(self, config: MemoryTokens, layer: MemoryTokenLayer, entrance: Entrance) -> None:
         super().__init__(config)
         self.layer, self.controllers = layer, nn.ModuleList()
+        self.decoder_layer = copy.deepcopy(layer) if config.place == "both" else None
+        if self.decoder_layer is not None:
+            self.decoder_layer.redraw()
         self._entrance = entrance
         self._blocks: list[ControlledBlock] | list[BottleneckBlock] = []
 
     @classmethod
     def attach(cls, config: MemoryTokens, places: Places, entrance: Entrance) -> Self:  # type: ignore[override]
+        if config.place != "encoder" and places.decoder is None:
+            raise UnsupportedModel(
+                f"{type(places.stack).__name__} has no decoder beside an encoder: leave place at 'encoder'"
+            )
         inputs = places.sample_inputs()
         layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated)
         handle = cls(config, layer.to(inputs.device), entrance)
@@ -64,8 +75,12 @@ class Attached(Handle):
                 self._blocks.append(ControlledBlock(self, at, block, causal))  # type: ignore[arg-type]
 
     def switch(self, on: bool) -> None:
-        bottleneck = self.config.variant in BOTTLENECKS
-        self._entrance.prefix = Prefix(rows=self._rows, bias=self._bias, by_key=bottleneck) if on else None
+        if self.config.place != "decoder":
+            by_key = self.config.variant in BOTTLENECKS
+            self._entrance.prefix = Prefix(rows=self._rows, bias=self._bias, by_key=by_key) if on else None
+        if self.config.place != "encoder":
+            prefix = Prefix(rows=self._decoder_rows, bias=self._decoder_bias)
+            self._entrance.of_decoder().prefix = prefix if on else None
         for block in self._blocks:
             block.switch(on)
 
@@ -77,6 +92,8 @@ class Attached(Handle):
             )
         self.config = dataclasses.replace(self.config, **settings)
         self.layer.resize(self.config.count)
+        if self.decoder_layer is not None:
+            self.decoder_layer.resize(self.config.count)
 
     def unused(self) -> list[nn.Parameter]:
         return [parameter for block in self._blocks for parameter in block.unused()]
@@ -88,6 +105,12 @@ class Attached(Handle):
 
     def _bias(self) -> torch.Tensor | None:
         return self.layer.bias()
+
+    def _decoder_rows(self) -> torch.Tensor:
+        return (self.decoder_layer or self.layer)()
+
+    def _decoder_bias(self) -> torch.Tensor | None:
+        return (self.decoder_layer or self.layer).bias()
 
 
 def controlled(config: MemoryTokens, places: Places) -> list[nn.Module]:

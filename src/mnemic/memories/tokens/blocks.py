@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mnemic.hf.entrance import is_reading, prefix_being_read
+from mnemic.hf.reading import is_reading, prefix_being_read
 from mnemic.memories.tokens.config import MemoryTokens
 from mnemic.models.blocks import Block
 
@@ -80,7 +80,8 @@ class BottleneckBlock:
     """MemBottleneck: the controller reads everything, and then the layer's own attention reads the memory alone."""
 
     def __init__(self, owner: Owner, number: int, block: Block) -> None:
-        self.owner, self.number, self.block = owner, number, block
+        self.owner, self.number = owner, number
+        self.block: Any = block
         self._on = False
         self._covered: Callable[..., Any] | None = None  # the forward that someone else had put there
 

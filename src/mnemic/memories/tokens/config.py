@@ -33,6 +33,9 @@ class MemoryTokens(MemoryConfig):
         "how many [mem] tokens are put before the input (the paper's m); on a trained model fewer leave its first ones "
         "(a lesion, 0 all out) and more add new ones, to be trained (an extension)",
     )
+    place: Literal["encoder", "decoder", "both"] = option(
+        "encoder", "of a sequence-to-sequence model, before whose input they stand; with both each has its own"
+    )
     variant: Literal["plain", "control", "control-shared", "bottleneck", "bottleneck-skip"] = option(
         "plain",
         "what updates the memory: plain, the model's own layers (MemTransformer); control, a layer of its own beside "
@@ -46,6 +49,11 @@ class MemoryTokens(MemoryConfig):
     def check(self) -> None:
         if self.count < 0:
             raise UsageError(f"MemoryTokens.count = {self.count}: expected 0 or more")
+        if self.variant != "plain" and self.place != "encoder":
+            raise UsageError(
+                f"MemoryTokens.place = {self.place!r}: layers of the memory's own (variant = {self.variant!r}) are for "
+                "encoders, leave place at 'encoder' or variant at 'plain'"
+            )
         if self.variant in BOTTLENECKS and self.gated:
             raise UsageError(
                 "MemoryTokens.gated = true closes the memory, and in a bottleneck there is nothing else to read: leave "

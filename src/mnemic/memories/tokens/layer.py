@@ -58,6 +58,11 @@ class MemoryTokenLayer(nn.Module):
         opening = gate.detach().clamp(min=CLOSED)
         return opening.log() + (gate - gate.detach()) / opening
 
+    @torch.no_grad()
+    def redraw(self) -> None:
+        """Draws all tokens anew."""
+        self.vectors.copy_(torch.randn_like(self.vectors) * self.spread)
+
     def resize(self, count: int) -> None:
         """Leaves the first `count` tokens, or adds new ones, drawn as those at the start were."""
         old = self.vectors.detach()
@@ -78,7 +83,7 @@ class MemoryAttention(nn.Module):
         self.key_value = nn.Linear(width, 2 * width)
 
     def forward(self, queries: Tensor, states: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What queries (B, m, d) find in states (B, K, d); a mask (B or 1, 1, 1, K) is as attention functions take it."""
+        """What queries (B, m, d) find in states (B, K, d), of which a mask (B or 1, 1, 1, K) hides some."""
         query, key, value = self._heads(queries, states)
         found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.out(found.transpose(1, 2).flatten(2))
