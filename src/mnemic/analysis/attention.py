@@ -38,7 +38,7 @@ MOST_WRITTEN = 128  # tokens of a target that is generated
 
 CAUSAL = (
     "The memory stands before the text of a causal model and cannot see it: nothing is written, and what memory tokens "
-    "do with each other is the same for every text. What differs by text is what is read."
+    "do with each other is the same for every text. Only reading is named as the operation of a layer or head."
 )
 
 
@@ -90,11 +90,9 @@ class StackMaps:
     def operations(self) -> list[list[str]]:
         """The name of the strongest operation of each layer's heads; "none" where none is clear."""
         layers, heads = self.weights.shape[:2]
+        by_name = {name: value.tolist() for name, value in self.strengths.items()}
         return [
-            [
-                operations.strongest({name: value[layer, head].item() for name, value in self.strengths.items()})
-                for head in range(heads)
-            ]
+            [self._strongest({name: value[layer][head] for name, value in by_name.items()}) for head in range(heads)]
             for layer in range(layers)
         ]
 
@@ -106,13 +104,18 @@ class StackMaps:
         """
         rows = []
         for layer in range(len(self.weights)):
-            share = {name: self.measures[name][layer].mean().item() for name in ("write", "process", "read")}
+            share: dict[str, float | None] = {
+                name: self.measures[name][layer].mean().item() for name in ("write", "process", "read")
+            }
             strength = {name: value[layer].mean().item() for name, value in self.strengths.items()}
             if not self.memory_queries:
-                share |= {"write": None, "process": None}
-            found = operations.strongest(strength)
-            rows.append({"layer": layer, **share, "operation": found, "operations": strength})
+                share["write"] = share["process"] = None
+            rows.append({"layer": layer, **share, "operation": self._strongest(strength), "operations": strength})
         return rows
+
+    def _strongest(self, strength: dict[str, float]) -> str:
+        """The operation there is most of; of a causal stack only what it does with the text."""
+        return operations.strongest({"read": strength["read"]} if self.causal else strength)
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,7 @@ def attention_maps(model: Any, tokenizer: Any, text: str, target: str | None = N
 
 def _memory_count(model: Any) -> int:
     """How many memory tokens a model has; UsageError if none are there or they are switched off."""
-    memory = getattr(model, "memory", None)
+    memory: Any = getattr(model, "memory", None)
     if not hasattr(memory, "tokens"):
         raise UsageError(
             f"attention maps show what memory tokens do, and this {type(model).__name__} has none: give it some, as in "

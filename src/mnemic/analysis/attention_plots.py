@@ -38,7 +38,7 @@ def draw_maps(maps: StackMaps, stack: str, path: str | Path) -> None:
     wide, high = heads * (width + 0.15) + 1.2, max(layers * (height + 0.3) + 1.6, LEGEND[1])
     figure = Figure(figsize=(wide + LEGEND[0], high), layout="constrained")
     figure.suptitle(f"{TITLES.get(stack, stack)} (rows take from columns)")
-    drawn, side = figure.subfigures(1, 2, width_ratios=[wide, LEGEND[0]])
+    drawn, side = figure.subfigures(1, 2, squeeze=False, width_ratios=[wide, LEGEND[0]])[0]
     grid = drawn.subplots(layers, heads, squeeze=False)
     highest = max(maps.weights.max().item(), 1e-6)
     scale = PowerNorm(0.5, vmin=0, vmax=highest)  # weak patterns stay seen beside sharp ones
@@ -60,7 +60,9 @@ def draw_summary(summary: dict[str, list[dict[str, Any]]], path: str | Path) -> 
     from matplotlib.figure import Figure
 
     widths = [max(2.6, 0.9 + 0.75 * len(rows)) for rows in summary.values()]
-    figure = Figure(figsize=(sum(widths) + 0.6, 3.8), layout="constrained")
+    wide = max(sum(widths) + 0.6, 4.5)
+    beside = wide >= 8  # inches, in which the legend is one line
+    figure = Figure(figsize=(wide, 3.8 if beside else 4.3), layout="constrained")
     panels = figure.subplots(1, len(summary), squeeze=False, sharey=True, width_ratios=widths)[0]
     for axes, (stack, rows) in zip(panels, summary.items(), strict=True):
         kinds = [kind for kind in COLOURS if rows[0][kind] is not None]
@@ -84,7 +86,7 @@ def draw_summary(summary: dict[str, list[dict[str, Any]]], path: str | Path) -> 
     }
     handles = [bars[kind] for kind in COLOURS if kind in bars]
     labels = [said[kind] for kind in COLOURS if kind in bars]
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3 if beside else 1, fontsize=9, frameon=False)
     figure.savefig(path, dpi=110)
 
 

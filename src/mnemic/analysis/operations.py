@@ -54,11 +54,12 @@ def measures(weights: Tensor, memory_queries: int, memory_keys: int, causal: boo
 
 def _processing(rows: Tensor, process: Tensor, causal: bool) -> dict[str, Tensor]:
     """The measures of what memory tokens do with each other, (layers, heads, memory rows) each."""
-    seen = torch.ones(process.shape[-2:], dtype=torch.bool, device=rows.device)
-    above = excess(process, seen.tril() if causal else seen)
     if not rows.shape[-2]:  # a stack in which no memory token is updated
-        above = above.new_zeros(*above.shape[:-2], 0, 0)
-    kept, turned, same = copies(rows, above)
+        process = process[..., :0]
+    seen = torch.ones(process.shape[-2:], dtype=torch.bool, device=rows.device)
+    seen = seen.tril() if causal else seen
+    above = excess(process, seen)
+    kept, turned, same = copies(rows, above, seen)
     return {
         "store": stores(rows),
         "fusion": fusions(above),
@@ -140,26 +141,35 @@ def fusions(above: Tensor) -> Tensor:
     return shared(above * near)
 
 
-def copies(rows: Tensor, above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def copies(rows: Tensor, above: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """How much each memory row copies from other memory tokens as the row before or after it does, in three ways.
 
     With t_i the key of a row's largest weight and s_i its margin, for the rows i and i' = i + 1:
 
         order kept       min(s_i, s_i')   if t_i' = t_i + 1 and t_i != i: a shifted diagonal
         order reversed   min(s_i, s_i')   if t_i' = t_i - 1 and t_i != i: an antidiagonal
-        the same values  shared(min(F_ij, F_i'j) over j),  F_ij = (E_ij - E_ji)+: a vertical block
+        the same values  shared(min(F_ij, F_i'j) over j),  F_ij = (E_ij - E_ji - c_j)+: a vertical block
 
-    F is what flows one way only: among tokens that all take from each other there is no source to copy from. A vertical
-    line of one key is no copy either; it is what heads look like that are passed by (section A.2).
+    F is what flows one way only: among tokens that all take from each other there is no source to copy from. c_j is
+    what at least three quarters of the rows that see a key give to it. Vertical lines through all rows are no copy, nor
+    is a line of one key; they are what heads look like that are passed by (section A.2).
     """
     count = rows.shape[-2]
     key, margin = sharpest(rows)
     pairs = torch.minimum(margin[..., 1:], margin[..., :-1]) * (key < count)[..., 1:] * (key < count)[..., :-1]
     step = key.diff(dim=-1)
     others = key != torch.arange(count, device=rows.device)
-    one_way = (above - above.mT).clamp(min=0)
+    one_way = (above - above.mT - _common(above, seen)).clamp(min=0)
     same = shared(torch.minimum(one_way[..., 1:, :], one_way[..., :-1, :]))
     return _of_rows(pairs * (step == 1)) * others, _of_rows(pairs * (step == -1)) * others, _of_rows(same)
+
+
+def _common(above: Tensor, seen: Tensor) -> Tensor:
+    """What at least three quarters of the rows that see a key give to it, for each key: (layers, heads, 1, keys)."""
+    if not above.shape[-1]:
+        return above
+    hidden = above.masked_fill(~seen, torch.nan)
+    return hidden.nanquantile(0.25, dim=-2, keepdim=True, interpolation="lower")
 
 
 def _of_rows(pairs: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import mnemic
 from mnemic.analysis.attention import AttentionMaps, StackMaps
 from mnemic.data import train_tokenizer
 from mnemic.errors import UnsupportedModel, UsageError
-from mnemic.hf.weights import writing_out
 from tests.contract.architectures import ARCHITECTURES
 
 TEXT, TARGET, COUNT = "the treaty", "der Vertrag", 4
@@ -60,6 +60,7 @@ def test_maps_of_a_model_of_one_stack(architecture: str, tokenizer: Any) -> None
     assert stack.causal == (architecture != "bert")
     if stack.causal:
         assert (stack.blocks["write"] == 0).all()
+        assert {name for layer in stack.operations() for name in layer} <= {"read", "none"}
         assert "cannot see it" in maps.notes()[0]
     else:
         assert (stack.blocks["write"] > 0).any()
@@ -136,7 +137,7 @@ def test_a_gate_that_is_closed_is_not_read(tokenizer: Any) -> None:
     assert maps["cross"].measures["read"].max() < 1e-15
 
 
-def test_the_model_is_left_as_it_was(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_left_as_it_was(tokenizer: Any) -> None:
     model = make("t5", tokenizer).train()
     model.encoder.config._attn_implementation = "eager"  # an implementation of its own
     configs = [model.config, model.encoder.config, model.decoder.config]
@@ -144,9 +145,16 @@ def test_the_model_is_left_as_it_was(tokenizer: Any, monkeypatch: pytest.MonkeyP
     mnemic.attention_maps(model, tokenizer, TEXT, TARGET)
     assert model.training
     assert [config._attn_implementation for config in configs] == before == ["sdpa", "eager", "sdpa"]
-    with pytest.raises(ZeroDivisionError), writing_out(model):
-        assert {config._attn_implementation for config in configs} == {"eager"}
+    seen = []
+
+    def fail(*_: Any) -> None:
+        seen.extend(config._attn_implementation for config in configs)
         raise ZeroDivisionError
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        mnemic.attention_maps(model, tokenizer, TEXT, TARGET)
+    assert seen == ["eager"] * 3
     assert [config._attn_implementation for config in configs] == before
 
 
@@ -169,7 +177,7 @@ def test_what_cannot_be_shown(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -
         mnemic.attention_maps(model, tokenizer, TEXT, TARGET)
     with pytest.raises(UsageError, match="the text is empty"):
         mnemic.attention_maps(model, tokenizer, " \n")
-    with pytest.raises(UsageError, match="71 tokens and .* 64 positions"):
+    with pytest.raises(UsageError, match=r"71 tokens and .* 64 positions"):
         mnemic.attention_maps(model, tokenizer, "a" * 70)
     with pytest.raises(UsageError, match=r"outside of disabled\(\)"), model.memory.disabled():
         mnemic.attention_maps(model, tokenizer, TEXT)
@@ -238,7 +246,9 @@ def test_maps_are_drawn(stack: str | None, tmp_path: Path) -> None:
     made_by_hand().plot(tmp_path / "maps.svg", stack=stack)
     drawn = (tmp_path / "maps.svg").read_text()
     assert drawn.startswith("<?xml")
-    for comment in ("layer 1, head 1", "Vertrag", r"$x$\n", "update") + (("[mem 2]",) if stack != "decoder" else ()):
+    legend = {"decoder": ["update"], "cross": ["read", "source", "[mem 2]"]}
+    blocks = legend.get(str(stack), ["process", "write", "read", "update", "[mem 2]"])
+    for comment in ("layer 1, head 1", "Vertrag", r"$x$\n", *blocks):
         assert f"<!-- {comment}" in drawn
 
 
@@ -259,3 +269,15 @@ def test_a_summary_is_drawn(tmp_path: Path) -> None:
         assert f"<!-- {comment}" in drawn
     with pytest.raises(UsageError, match="none of these stacks sees a memory"):
         AttentionMaps({"decoder": maps["decoder"]}).plot_summary(tmp_path / "x.svg")
+
+
+def test_the_example_in_the_readme_of_memory_tokens_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(mnemic.__file__).parent / "memories/tokens/README.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (example,) = (block for block in blocks if "attention_maps" in block)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(example, page.name, "exec"), names)
+    assert names["maps"]["encoder"].blocks["write"].shape == (2, 4, 10, 12)  # as the page says
+    assert (tmp_path / "encoder.png").exists()
+    assert (tmp_path / "summary.png").exists()

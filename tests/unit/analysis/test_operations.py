@@ -44,7 +44,7 @@ def rows_taking(sources: dict[int, list[int]]) -> Tensor:
 
 
 def whole(process: Tensor, write: float = 0.0, sequence: Tensor | None = None) -> Tensor:
-    """A map of one layer and head: memory rows with this process block, and a share written evenly; the text is even."""
+    """A map of one layer and head: memory rows with this process block and a share written evenly; text rows."""
     full = torch.full((M + N, M + N), 1 / (M + N), dtype=torch.float64)
     full[:M, :M] = process * (1 - write)
     full[:M, M:] = write / N
@@ -74,6 +74,7 @@ CASES = {
     "all reversed": (torch.eye(M).double().flip(0), "copy", "copy_reversed"),
     "a vertical block": (rows_taking({row: [0, 1, 2] for row in range(3, 9)}), "copy", "copy_same"),
     "even": (even(), NONE, None),
+    "vertical lines": (rows_taking({row: [2, 5] for row in range(M)}), NONE, None),
     "all rows at one token": (rows_taking({row: [4] for row in range(M) if row != 4}), NONE, None),
 }
 
@@ -150,7 +151,10 @@ def test_writing_and_reading_are_mass_and_focus() -> None:
     assert found["read_focus"] == pytest.approx(1 - torch.tensor(2.0).log().item() / torch.tensor(M).log().item())
     assert operation(found) == "read"
     mass, focus = mass_and_focus(torch.tensor([[0.9, 0.0], [0.05, 0.05]], dtype=torch.float64))
-    assert (mass.item(), focus.item()) == (pytest.approx(0.5), pytest.approx(0.9))  # the row that counts is the heavy one
+    assert (mass.item(), focus.item()) == (
+        pytest.approx(0.5),
+        pytest.approx(0.9),
+    )  # the row that counts is the heavy one
 
 
 def test_a_decoder_that_reads_a_memory_can_do_nothing_else() -> None:
@@ -209,4 +213,4 @@ def test_masses_of_each_row_sum_to_one_and_measures_stay_between_0_and_1(
         if queries:
             torch.testing.assert_close(found["write"] + found["process"], torch.ones(2, 3).double())
         assert set(strengths(found)) == set(OPERATIONS)
-        assert ((found["copy"] >= torch.stack([found[way] for way in WAYS]).amax(0) - 1e-9)).all()
+        assert (found["copy"] >= torch.stack([found[way] for way in WAYS]).amax(0) - 1e-9).all()
