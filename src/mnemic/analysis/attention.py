@@ -154,7 +154,7 @@ class AttentionMaps:
         """Draws what is written, processed and read by layer, for each stack that sees the memory."""
         if not self.with_memory:
             raise UsageError("none of these stacks sees a memory, so that there is nothing to sum up")
-        draw_summary({name: maps.summary() for name, maps in self.with_memory.items()}, path)
+        draw_summary(self.with_memory, path)
 
 
 def attention_maps(model: Any, tokenizer: Any, text: str, target: str | None = None) -> AttentionMaps:
@@ -175,7 +175,7 @@ def attention_maps(model: Any, tokenizer: Any, text: str, target: str | None = N
             inputs = {"input_ids": _read(tokenizer, text, places.anatomy.kind == "causal")}
         else:
             inputs = _pair(model, tokenizer, text, target)
-        _check_size(model, inputs, count)
+        _check_size(model, inputs, count, len(places.blocks))
         found = attention_weights(model, **{name: ids.to(device) for name, ids in inputs.items()})
     memory = [f"[mem {number}]" for number in range(1, count + 1)]
     source = memory + _labels(tokenizer, inputs["input_ids"])
@@ -229,15 +229,14 @@ def _pair(model: Any, tokenizer: Any, text: str, target: str | None) -> dict[str
     return {"input_ids": source, "decoder_input_ids": written[:, :-1] if ended else written}
 
 
-def _check_size(model: Any, inputs: dict[str, Tensor], count: int) -> None:
+def _check_size(model: Any, inputs: dict[str, Tensor], count: int, layers: int) -> None:
     """UsageError if a text is longer than the model's positions, or its maps would not fit into memory."""
     longest, most = max(ids.shape[1] for ids in inputs.values()), positions(model)
     if most is not None and longest > most:
         raise UsageError(
             f"the text has {longest:,} tokens and {type(model).__name__} {most:,} positions: give a shorter text"
         )
-    config = model.config.get_text_config()
-    weights = config.num_hidden_layers * config.num_attention_heads * (longest + count) ** 2
+    weights = layers * getattr(model.config, "num_attention_heads", 1) * (longest + count) ** 2
     if weights > MOST_WEIGHTS:
         raise UsageError(
             f"the maps of a text of {longest:,} tokens are {weights:,} numbers for a stack: give a shorter text, up to "

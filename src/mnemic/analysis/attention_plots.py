@@ -55,10 +55,11 @@ def draw_maps(maps: StackMaps, stack: str, path: str | Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_summary(summary: dict[str, list[dict[str, Any]]], path: str | Path) -> None:
+def draw_summary(stacks: dict[str, StackMaps], path: str | Path) -> None:
     """Draws bars of what is written, processed and read in each layer, with the name of its strongest operation."""
     from matplotlib.figure import Figure
 
+    summary = {name: maps.summary() for name, maps in stacks.items()}
     widths = [max(2.6, 0.9 + 0.75 * len(rows)) for rows in summary.values()]
     wide = max(sum(widths) + 0.6, 4.5)
     beside = wide >= 8  # inches, in which the legend is one line
@@ -74,7 +75,8 @@ def draw_summary(summary: dict[str, list[dict[str, Any]]], path: str | Path) -> 
             highest = max(row[kind] for kind in kinds)
             named = "" if row["operation"] == NONE else row["operation"]
             axes.text(row["layer"], highest + 0.02, named, ha="center", fontsize=9, fontweight="bold")
-        axes.set_title(TITLES.get(stack, stack), fontsize=10)
+        causal = "\n(causal: the memory cannot see the text)" if stacks[stack].causal else ""
+        axes.set_title(TITLES.get(stack, stack) + causal, fontsize=10)
         axes.set(xlabel="layer", xticks=range(len(rows)), ylim=(0, 1.1), xlim=(-0.6, len(rows) - 0.4))
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("share of attention, mean of heads")

@@ -40,13 +40,14 @@ def measures(weights: Tensor, memory_queries: int, memory_keys: int, causal: boo
 
     The first memory token of a causal stack sees itself alone. It has no choice, so it has no part in the means.
     """
-    weights = weights.double()
+    rows = weights[..., :memory_queries, :].double()
     cut = blocks(weights, memory_queries, memory_keys)
+    cut = {name: cut[name].double() for name in ("write", "process", "read")}  # the largest block is not measured
     found = {}
     found["write"], found["write_focus"] = mass_and_focus(cut["write"])
     found["process"] = cut["process"].sum(-1).sum(-1) / max(memory_queries, 1)
     found["read"], found["read_focus"] = mass_and_focus(cut["read"])
-    for name, value in _processing(weights[..., :memory_queries, :], cut["process"], causal).items():
+    for name, value in _processing(rows, cut["process"], causal).items():
         value = value[..., 1:] if causal else value
         found[name] = value.sum(-1) / max(value.shape[-1], 1)
     return {name: value.clamp(0, 1) for name, value in found.items()}

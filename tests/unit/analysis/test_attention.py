@@ -267,6 +267,9 @@ def test_a_summary_is_drawn(tmp_path: Path) -> None:
     drawn = (tmp_path / "summary.svg").read_text()
     for comment in ("store", "read: the text to memory tokens", "encoder: the memory and the source"):
         assert f"<!-- {comment}" in drawn
+    causal = StackMaps(torch.eye(5).expand(1, 1, 5, 5), maps["encoder"].keys, maps["encoder"].keys, 3, 3, causal=True)
+    AttentionMaps({"self": causal}).plot_summary(tmp_path / "causal.svg")
+    assert "<!-- (causal: the memory cannot see the text)" in (tmp_path / "causal.svg").read_text()
     with pytest.raises(UsageError, match="none of these stacks sees a memory"):
         AttentionMaps({"decoder": maps["decoder"]}).plot_summary(tmp_path / "x.svg")
 
