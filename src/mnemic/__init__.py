@@ -23,6 +23,7 @@ _PUBLIC = {
     "EvaluateConfig": "mnemic.evaluate.config",
     "tune": "mnemic.evaluate.tuning",
     "trace": "mnemic.analysis.trace",
+    "attention_maps": "mnemic.analysis.attention",
     "usage": "mnemic.analysis.usage",
     "usage_by_class": "mnemic.analysis.usage",
     "find_slots": "mnemic.analysis.slots",

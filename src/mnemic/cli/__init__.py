@@ -17,7 +17,7 @@ import mnemic
 from mnemic.cli.options import Parser
 from mnemic.errors import MnemicError, UsageError, unknown_name
 
-VERBS = ("demo", "list", "doctor", "train", "evaluate", "generate", "trace", "usage", "slots", "store")
+VERBS = ("demo", "list", "doctor", "train", "evaluate", "generate", "trace", "attention", "usage", "slots", "store")
 
 DESCRIPTION = """Memory for any transformer: in its input, its attention, its feed-forward layers or its output.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,11 @@ def read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{path} cannot be read ({error}): give a file of UTF-8 text") from None
+
+
+def text_or_file(text: str) -> str:
+    """The text in the file of that name, if there is one; otherwise what was given is the text."""
+    return read_text(text) if os.path.isfile(text) else text  # Path.is_file() fails if the text is too long for a name
 
 
 def model_folder(name: str) -> Path | None:
