@@ -111,7 +111,7 @@ class Model:
             for name, value in config.to_dict().items()
             if name not in HOW_OFTEN and LATER.get(name, ...) != value
         }
-        learned = unusual(self.memory)
+        learned = unusual(self.memory) | trained.tokens
         from_where = [] if self.start is None else [self.start.identity]
         more = [part for part in (settings.drill, settings.sinusoids) if part]
         self.identity = identity(

@@ -116,7 +116,7 @@ class SelfAttention(Attention):
         return self.attend(query, key, value, attention_mask, **kwargs)
 
     def read(self, hidden_states: Tensor, memory: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """The output (B, T, hidden_size) of a sequence that reads `memory` (B, M, hidden_size) alone, and the weights."""
+        """The output (B, T, hidden_size) of a sequence that reads `memory` (B, M, hidden_size) alone, and weights."""
         length = hidden_states.shape[1]
         states = self.qkv_proj(torch.cat([hidden_states, memory], dim=1)).unflatten(2, (3, self.heads, self.head_dim))
         query, key, value = (part.transpose(1, 2) for part in states.unbind(2))
