@@ -29,6 +29,7 @@ from mnemic.evaluate.translation import written_for
 from mnemic.hf.anatomy import find
 from mnemic.hf.positions import positions
 from mnemic.hf.weights import attention_weights
+from mnemic.memories.tokens.blocks import watching
 from mnemic.train.objectives import check_vocabulary
 from mnemic.train.seq2seq import decoder_start
 from mnemic.train.state import untouched
@@ -176,21 +177,43 @@ def attention_maps(model: Any, tokenizer: Any, text: str, target: str | None = N
         else:
             inputs = _pair(model, tokenizer, text, target)
         _check_size(model, inputs, count, len(places.blocks))
-        found = attention_weights(model, **{name: ids.to(device) for name, ids in inputs.items()})
+        with watching() as own:
+            found = attention_weights(model, **{name: ids.to(device) for name, ids in inputs.items()})
+    place = model.memory.tokens.config.place
+    before = count if place != "decoder" else 0  # the source
+    within = count if place != "encoder" else 0  # the target
     memory = [f"[mem {number}]" for number in range(1, count + 1)]
-    source = memory + _labels(tokenizer, inputs["input_ids"])
+    source = memory[:before] + _labels(tokenizer, inputs["input_ids"])
+    if own:
+        name = "self" if places.decoder is None else "encoder"
+        found = {name: _with_own(found.get(name), own), **{k: v for k, v in found.items() if k != name}}
     stacks = {}
     for name, weights in found.items():
         if name in ("self", "encoder"):
             causal = places.anatomy.kind == "causal"
-            stacks[name] = StackMaps(weights, source, source, count, count, causal)
+            stacks[name] = StackMaps(weights, source, source, before, before, causal)
             continue
-        read = _labels(tokenizer, inputs["decoder_input_ids"])
+        read = memory[:within] + _labels(tokenizer, inputs["decoder_input_ids"])
         if name == "decoder":
-            stacks[name] = StackMaps(weights, read, read, 0, 0, causal=True)
-        else:
-            stacks[name] = StackMaps(weights, read, source, 0, count)
+            stacks[name] = StackMaps(weights, read, read, within, within, causal=True)
+        else:  # rows of the target's memory are of no sequence that reads the source's
+            stacks[name] = StackMaps(weights[:, :, within:], read[within:], source, 0, before)
     return AttentionMaps(stacks)
+
+
+def _with_own(weights: Tensor | None, own: list[Tensor]) -> Tensor:
+    """The weights of a stack with those rows that layers of the memory's own attend with, (B, heads, rows, keys) each.
+
+    A causal model's memory sees itself alone: (B, heads, m, m).
+    """
+    rows = [layer[0].detach().float().cpu() for layer in own]
+    if weights is None:
+        return torch.stack(rows)
+    weights = weights.clone()
+    for number, layer in enumerate(rows):
+        weights[number, :, : layer.shape[1]] = 0
+        weights[number, :, : layer.shape[1], : layer.shape[2]] = layer
+    return weights
 
 
 def _memory_count(model: Any) -> int:

@@ -97,12 +97,16 @@ class Block(GradientCheckpointingLayer):
 
     def read(self, hidden_states: Tensor, memory: Tensor, **kwargs: Any) -> Tensor:
         """The block's output where its attention reads `memory` (B, M, hidden_size), and not the sequence itself."""
-        attended, _ = self.self_attn.read(
-            self._before(hidden_states, self.self_attn_norm), self._before(memory, self.self_attn_norm), **kwargs
-        )
+        attended, _ = self.attend_to(hidden_states, memory, **kwargs)
         hidden_states = self._after(hidden_states, attended, self.self_attn_norm)
         fed = self.mlp(self._before(hidden_states, self.mlp_norm))
         return self._after(hidden_states, fed, self.mlp_norm)
+
+    def attend_to(self, hidden_states: Tensor, memory: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """What the block's attention finds in `memory` alone, and its weights where the attention function has them."""
+        return self.self_attn.read(
+            self._before(hidden_states, self.self_attn_norm), self._before(memory, self.self_attn_norm), **kwargs
+        )
 
     def _before(self, hidden_states: Tensor, norm: nn.Module) -> Tensor:
         return norm(hidden_states) if self.pre_norm else hidden_states

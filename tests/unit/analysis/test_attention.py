@@ -284,3 +284,36 @@ def test_the_example_in_the_readme_of_memory_tokens_runs(tmp_path: Path, monkeyp
     assert names["maps"]["encoder"].blocks["write"].shape == (2, 4, 10, 12)  # as the page says
     assert (tmp_path / "encoder.png").exists()
     assert (tmp_path / "summary.png").exists()
+
+
+@pytest.mark.parametrize("variant", ["control", "control-shared", "bottleneck", "bottleneck-skip"])
+def test_layers_of_the_memorys_own_show_what_they_attend_to(variant: str, tokenizer: Any) -> None:
+    """Memory rows are the controllers'; in a bottleneck the sequence sees the memory alone, or each itself."""
+    model = make("mnemic-encoder-decoder", tokenizer, count=3, variant=variant)
+    seen: list[torch.Tensor] = []
+    for controller in model.memory.tokens.controllers:
+        attention = controller.attention
+        controller.register_forward_pre_hook(
+            lambda _, args, attention=attention: seen.append(attention.weights(*args)), prepend=True
+        )
+    encoder = mnemic.attention_maps(model, tokenizer, "a b c d", "b a")["encoder"]
+    assert encoder.weights.shape[0] == 2
+    torch.testing.assert_close(encoder.weights.sum(-1), torch.ones(encoder.weights.shape[:3]))
+    for layer, expected in zip(encoder.weights, seen, strict=True):
+        torch.testing.assert_close(layer[:, :3], expected[0].detach())
+    if variant == "bottleneck":
+        assert encoder.blocks["update"].abs().max() == 0
+        assert encoder.blocks["read"].std() > 0
+    if variant == "bottleneck-skip":
+        length = len(encoder.queries) - 3
+        assert torch.equal(encoder.blocks["update"], torch.eye(length).expand(2, 4, -1, -1))
+
+
+@pytest.mark.parametrize("place", ["decoder", "both"])
+def test_a_decoders_own_memory_is_in_its_maps(place: str, tokenizer: Any) -> None:
+    model = make("mnemic-encoder-decoder", tokenizer, count=3, place=place)
+    maps = mnemic.attention_maps(model, tokenizer, "a b c d", "b a")
+    assert maps["decoder"].memory_keys == maps["decoder"].memory_queries == 3
+    assert maps["cross"].memory_keys == maps["encoder"].memory_keys == (3 if place == "both" else 0)
+    assert maps["decoder"].weights.shape[-1] == len(maps["decoder"].keys)
+    assert maps["decoder"].causal

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -29,14 +31,35 @@ def memory_being_read(owner: Owner) -> int:
     return prefix_being_read() if is_reading() else owner.config.count
 
 
+_weights: ContextVar[list[Tensor] | None] = ContextVar("mnemic_memory_weights", default=None)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[Tensor]]:
+    """Within this context collects, layer by layer, what such layers attend with.
+
+    Of each the rows of the memory, (B, heads, m, m + n), and after them in a bottleneck those of the sequence: they see
+    the memory alone, or, left as they are, each itself.
+    """
+    found: list[Tensor] = []
+    token = _weights.set(found)
+    try:
+        yield found
+    finally:
+        _weights.reset(token)
+
+
 def updated(owner: Owner, number: int, memory: Tensor, states: Tensor, mask: Tensor | None) -> Tensor:
     """H^mem (B, m, d) by controller `number`, in its own precision."""
-    controller = owner.controllers[number]
+    controller: Any = owner.controllers[number]
     own = next(controller.parameters()).dtype
     if mask is not None:
         mask = mask[..., :1, :] if mask.ndim == 4 else mask[:, None, None].bool()
         mask = mask if mask.dtype == torch.bool else mask.to(own)
-    return controller(memory.to(own), states.to(own), mask).to(memory.dtype)
+    given = memory.to(own), states.to(own), mask
+    if (found := _weights.get()) is not None:
+        found.append(controller.attention.weights(*given))
+    return controller(*given).to(memory.dtype)
 
 
 class ControlledBlock:
@@ -111,6 +134,18 @@ class BottleneckBlock:
         count = memory_being_read(self.owner)
         memory, sequence = hidden_states[:, :count], hidden_states[:, count:]
         memory = updated(self.owner, self.number, memory, hidden_states, attention_mask)
+        if (found := _weights.get()) is not None:
+            found[-1] = torch.cat([found[-1], self._sequence_weights(sequence, memory, found[-1])], dim=2)
         if not self.skips:
             sequence = self.block.read(sequence, memory, **kwargs)
         return torch.cat([memory, sequence], dim=1)
+
+    def _sequence_weights(self, sequence: Tensor, memory: Tensor, like: Tensor) -> Tensor:
+        """What the sequence attends with, (B, heads, n, m + n)."""
+        length, count = sequence.shape[1], memory.shape[1]
+        weights = like.new_zeros(*like.shape[:2], length, count + length)
+        if self.skips:
+            weights.diagonal(count, dim1=2, dim2=3).fill_(1)
+        else:
+            weights[..., :count] = self.block.attend_to(sequence, memory)[1]
+        return weights

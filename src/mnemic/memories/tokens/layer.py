@@ -88,6 +88,14 @@ class MemoryAttention(nn.Module):
         found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.out(found.transpose(1, 2).flatten(2))
 
+    def weights(self, queries: Tensor, states: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The weights (B, heads, m, K) with which `forward` sums up."""
+        query, key, _ = self._heads(queries, states)
+        scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1)
+
     def _heads(self, queries: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of each head, (B, heads, m or K, d / heads)."""
         query = self.query(queries).unflatten(2, (self.heads, -1)).transpose(1, 2)
