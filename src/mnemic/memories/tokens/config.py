@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from mnemic.config import option
 from mnemic.errors import UsageError
@@ -19,6 +19,11 @@ class MemoryTokens(MemoryConfig):
     gated: bool = option(
         False, "give each token a trainable gate that starts closed: the model starts out exactly as its base"
     )
+    pool: bool = option(
+        False,
+        "label a whole text by the maximum and the mean of the [mem] tokens' outputs, through a new layer, instead of "
+        "by [CLS] (the paper's +pool); for encoders with a head for sequence classification",
+    )
 
     def check(self) -> None:
         if self.count < 1:
@@ -29,4 +34,7 @@ class MemoryTokens(MemoryConfig):
         return cls(count=4)
 
     def neutral(self) -> Self:
-        return dataclasses.replace(self, gated=True)
+        return dataclasses.replace(self, gated=True, pool=False)  # a new head cannot say what the old one did
+
+    def for_keys(self) -> dict[str, Any]:
+        return {name: value for name, value in self.to_dict().items() if name != "pool"}

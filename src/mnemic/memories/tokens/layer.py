@@ -8,6 +8,10 @@ softmax is multiplied by g_j:
     A_ij = g_j exp(s_ij) / (sum_{k in mem} g_k exp(s_ik) + sum_{k in seq} exp(s_ik))
 
 which is log g_j added to the score s_ij. At g = 0 the sequence does not read the memory.
+
+Table 5's "+pool" labels a whole text by the outputs h_1, ..., h_m of the last layer for the memory:
+
+    logits = W [max_j h_j ; mean_j h_j] + b        W: (labels, 2d);  max and mean for each of the d numbers
 """
 
 from __future__ import annotations
@@ -42,3 +46,17 @@ class MemoryTokenLayer(nn.Module):
         gate = self.gate.float()
         opening = gate.detach().clamp(min=CLOSED)
         return opening.log() + (gate - gate.detach()) / opening
+
+
+class PooledHead(nn.Module):
+    """Labels of whole texts from what the last layer gives for their memory."""
+
+    def __init__(self, width: int, labels: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(2 * width, labels)
+
+    def forward(self, memory: torch.Tensor) -> torch.Tensor:
+        """(B, m, d) -> logits (B, labels)."""
+        pooled = torch.cat([memory.amax(dim=1), memory.mean(dim=1)], dim=-1)
+        return self.classifier(self.dropout(pooled.to(self.classifier.weight.dtype))).to(memory.dtype)
