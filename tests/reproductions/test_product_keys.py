@@ -13,7 +13,7 @@ import pytest
 from mnemic.errors import UsageError
 from tests.reproductions.test_trime import HERE, imported, runner
 
-from product_keys.finetuned import FineTuned, TaskTable  # isort: skip
+from tables.finetuned import FineTuned, TaskTable  # isort: skip
 from product_keys.rows import MODELS  # isort: skip
 from tables.models import Model  # isort: skip
 from tables.settings import Settings  # isort: skip

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from product_keys.finetuned import FineTuned
 from product_keys.rows import MODELS
+from tables.finetuned import FineTuned
 from tables.harness import machine
 from tables.models import Model
 from tables.readme import put_between

@@ -1,7 +1,7 @@
 """Table 4: what the models of Table 2 learn of GLUE and SQuAD, fine-tuned with the settings of Table 3."""
 
-from product_keys.finetuned import TaskRow, TaskTable, share
 from product_keys.rows import MODELS
+from tables.finetuned import TaskRow, TaskTable, share
 
 COLUMNS = {
     "SQuAD EM": ("squad", share("exact_match")),

@@ -1,7 +1,7 @@
 """Table 5: the memory learns in fine-tuning too (Y), or stays as it is (N)."""
 
-from product_keys.finetuned import TaskRow, TaskTable, share
 from product_keys.rows import MODELS
+from tables.finetuned import TaskRow, TaskTable, share
 
 COLUMNS = {
     "SQuAD EM": ("squad", share("exact_match")),

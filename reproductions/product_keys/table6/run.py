@@ -3,8 +3,8 @@
 The extract of the paper that is at hand has lost most of the numbers of rows (c), (d) and (f).
 """
 
-from product_keys.finetuned import TaskRow, TaskTable, of_layer
 from product_keys.rows import MODELS
+from tables.finetuned import TaskRow, TaskTable, of_layer
 
 FIGURES = {
     "MU": ("usage", 100.0),

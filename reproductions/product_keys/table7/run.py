@@ -1,7 +1,7 @@
 """Table 7: DistilBERT with and without Init + ResM, beside BERT."""
 
-from product_keys.finetuned import TaskRow, TaskTable, share
 from product_keys.rows import MODELS
+from tables.finetuned import TaskRow, TaskTable, share
 
 COLUMNS = {
     "SQuAD EM": ("squad", share("exact_match")),

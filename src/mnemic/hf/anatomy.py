@@ -105,6 +105,7 @@ class Places:
     attention: list[nn.Module]
     feed_forward: list[list[nn.Module]]
     head: nn.Module | None
+    text_head: list[nn.Module] | None  # the modules that label whole texts by what the stack gives, if the model does
 
     @torch.no_grad()
     def sample_inputs(self, count: int = 1024) -> torch.Tensor:
@@ -151,6 +152,7 @@ class Places:
             attention=[_at(block, self.anatomy.attention, "attention", decoder) for block in blocks],
             feed_forward=self.predicting_feed_forward,
             head=self.head,
+            text_head=None,
         )
 
     @property
@@ -180,7 +182,16 @@ def find(model: PreTrainedModel, anatomy: Anatomy | None = None) -> Places:
         attention=[_at(block, described.attention, "attention", model) for block in blocks],
         feed_forward=[[_at(b, path, "feed_forward", model) for path in described.feed_forward] for b in blocks],
         head=model.get_output_embeddings(),
+        text_head=_text_head(model, stack),
     )
+
+
+def _text_head(model: PreTrainedModel, stack: Any) -> list[nn.Module] | None:
+    if not any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__):
+        return None
+    pooler = getattr(stack, "pooler", None)
+    outside = [module for module in model.children() if module is not model.base_model]
+    return [pooler, *outside] if isinstance(pooler, nn.Module) else outside
 
 
 def _known(model: PreTrainedModel) -> Anatomy:

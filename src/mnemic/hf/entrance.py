@@ -30,11 +30,15 @@ MARK = "mnemic_prefix"  # set on a KV cache or an encoder's output: how many of 
 
 @dataclass
 class Prefix:
-    """Vectors to put before the input: `rows()` gives (m, d), `bias()` what to add to their scores, if anything."""
+    """Vectors to put before the input: `rows()` gives (m, d), `bias()` what to add to their scores, if anything.
+
+    Where they are taken out of the stack's output again, `outputs` is given what it holds for them, (B, m, d).
+    """
 
     rows: Callable[[], torch.Tensor]
     bias: Callable[[], torch.Tensor | None]
     by_key: bool = False  # whether layers are given which keys are no padding, (batch, 1, 1, keys), and no larger mask
+    outputs: Callable[[torch.Tensor], None] | None = None
 
 
 _BLIND_TO_PACKING = ("opt", "falcon")  # their masks do not look at position_ids
@@ -141,6 +145,8 @@ class Entrance:
         cache = getattr(output, "past_key_values", None)
         if cache is not None and call.xl_cache is None:
             setattr(cache, MARK, call.prefix)
+        if self.prefix is not None and self.prefix.outputs is not None:
+            self.prefix.outputs(output[0][:, : call.prefix])
         return _without(output, call.prefix)
 
     def _begin(

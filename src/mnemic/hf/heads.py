@@ -43,7 +43,9 @@ def with_head(encoder: Any, task: Task) -> Any:
     model = _moved(encoder, task)
     if memory is not None:
         model = augment(model, *memory.configs, anatomy=memory.anatomy)
-        model.memory.load_state_dict(state)
+        new = model.memory.state_dict()
+        fitting = {name: tensor for name, tensor in state.items() if tensor.shape == new[name].shape}
+        model.memory.load_state_dict(new | fitting)  # a memory's own head for other labels is new, too
     return model
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 IGNORED = -100
 
@@ -57,3 +58,9 @@ def masses_of_logits(
     losses = losses.view_as(targets)
     wanted = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return losses, losses + wanted, outputs
+
+
+def text_loss(config: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of logits (B, labels) that a model of transformers with this config would give for whole texts."""
+    loss: torch.Tensor = ForSequenceClassificationLoss(labels, logits, config)
+    return loss

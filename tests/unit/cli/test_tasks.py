@@ -40,7 +40,11 @@ def in_folder(folder, monkeypatch) -> None:
     monkeypatch.setenv("MNEMIC_DATA", str(folder))
 
 
-@pytest.mark.parametrize("memory", [[], ["--memory", "tokens:count=2"]], ids=["plain", "memory"])
+@pytest.mark.parametrize(
+    "memory",
+    [[], ["--memory", "tokens:count=2"], ["--memory", "tokens:count=2,pool=true"]],
+    ids=["plain", "memory", "pooled"],
+)
 def test_train_and_evaluate_a_task(memory, tmp_path, capsys):
     out = tmp_path / "run"
     printed = output(capsys, "train", "task:colours", "--model", "bert", "--out", out, *QUICK, *memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -17,7 +18,8 @@ from mnemic.hf.entrance import Entrance, Prefix
 from mnemic.memories.base import Handle
 from mnemic.memories.tokens.blocks import BottleneckBlock, ControlledBlock
 from mnemic.memories.tokens.config import BOTTLENECKS, MemoryTokens
-from mnemic.memories.tokens.layer import MemoryController, MemoryTokenLayer
+from mnemic.memories.tokens.layer import MemoryController, MemoryTokenLayer, PooledHead
+from mnemic.memories.tokens.pooling import keep, labelled, new_head
 from mnemic.models.blocks import Block
 
 
@@ -29,9 +31,12 @@ class Attached(Handle):
 
     config: MemoryTokens
 
-    def __init__(self, config: MemoryTokens, layer: MemoryTokenLayer, entrance: Entrance) -> None:
+    def __init__(
+        self, config: MemoryTokens, layer: MemoryTokenLayer, entrance: Entrance, head: PooledHead | None = None
+    ) -> None:
         super().__init__(config)
         self.layer, self.controllers = layer, nn.ModuleList()
+        self.head = head
         self.decoder_layer = copy.deepcopy(layer) if config.place == "both" else None
         if self.decoder_layer is not None:
             self.decoder_layer.redraw()
@@ -46,7 +51,7 @@ class Attached(Handle):
             )
         inputs = places.sample_inputs()
         layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated)
-        handle = cls(config, layer.to(inputs.device), entrance)
+        handle = cls(config, layer.to(inputs.device), entrance, new_head(places) if config.pool else None)
         if config.variant != "plain":
             handle._control(places, inputs.device)
         handle.switch(True)
@@ -77,7 +82,8 @@ class Attached(Handle):
     def switch(self, on: bool) -> None:
         if self.config.place != "decoder":
             by_key = self.config.variant in BOTTLENECKS
-            self._entrance.prefix = Prefix(rows=self._rows, bias=self._bias, by_key=by_key) if on else None
+            prefix = Prefix(rows=self._rows, bias=self._bias, by_key=by_key, outputs=keep)
+            self._entrance.prefix = prefix if on else None
         if self.config.place != "encoder":
             prefix = Prefix(rows=self._decoder_rows, bias=self._decoder_bias)
             self._entrance.of_decoder().prefix = prefix if on else None
@@ -95,8 +101,15 @@ class Attached(Handle):
         if self.decoder_layer is not None:
             self.decoder_layer.resize(self.config.count)
 
+    def outputs(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        if self.head is None or self._entrance.prefix is None:
+            return forward(**inputs)
+        return labelled(self.head, self._entrance.places.stack.config, forward, inputs)
+
     def unused(self) -> list[nn.Parameter]:
-        return [parameter for block in self._blocks for parameter in block.unused()]
+        replaced = self._entrance.places.text_head if self.head is not None else None
+        head = [parameter for module in replaced or () for parameter in module.parameters()]
+        return head + [parameter for block in self._blocks for parameter in block.unused()]
 
     # The layer is looked up at each call: PEFT puts another in its place.
 
@@ -116,16 +129,16 @@ class Attached(Handle):
 def controlled(config: MemoryTokens, places: Places) -> list[nn.Module]:
     """The blocks beside which the memory has a layer of its own.
 
-    Of an encoder all: its decoder reads the memory. Of other models all but the last, after which nobody reads it.
+    All, if a decoder or a head reads the memory in the end; if not, all but the last, after which nobody reads it.
     """
     name = type(places.stack).__name__
-    read = places.decoder is not None or places.anatomy.kind == "seq2seq"
-    if config.variant in BOTTLENECKS and not (read and all(isinstance(block, Block) for block in places.blocks)):
+    encodes = places.decoder is not None or places.anatomy.kind == "seq2seq"
+    if config.variant in BOTTLENECKS and not (encodes and all(isinstance(block, Block) for block in places.blocks)):
         raise UnsupportedModel(
             f"{name} cannot have a bottleneck of memory tokens: that is for mnemic's encoder-decoder, give other "
             "models variant = 'plain' or 'control'"
         )
-    blocks = places.blocks if read else places.blocks[:-1]
+    blocks = places.blocks if encodes or config.pool else places.blocks[:-1]
     if not blocks:
         raise UnsupportedModel(
             f"{name} has one layer, and nobody reads what the memory is after it: leave variant at 'plain'"

@@ -45,6 +45,11 @@ class MemoryTokens(MemoryConfig):
     gated: bool = option(
         False, "give each token a trainable gate that starts closed: the model starts out exactly as its base"
     )
+    pool: bool = option(
+        False,
+        "label a whole text by the maximum and the mean of the [mem] tokens' outputs, through a new layer, instead of "
+        "by [CLS] (the paper's +pool); for encoders with a head for sequence classification",
+    )
 
     def check(self) -> None:
         if self.count < 0:
@@ -59,6 +64,8 @@ class MemoryTokens(MemoryConfig):
                 "MemoryTokens.gated = true closes the memory, and in a bottleneck there is nothing else to read: leave "
                 "one of the two out"
             )
+        if self.pool and not self.count:
+            raise UsageError("MemoryTokens.count = 0: there is no memory to label a text by, leave pool at false")
         if self.variant in BOTTLENECKS and not self.count:
             raise UsageError(
                 "MemoryTokens.count = 0: a bottleneck has nothing but the memory to read, leave at least one token"
@@ -69,5 +76,11 @@ class MemoryTokens(MemoryConfig):
         return cls(count=4)
 
     def neutral(self) -> Self:
+        # a new head cannot say what the old one did, and a bottleneck has nothing else to read
         variant = "plain" if self.variant in BOTTLENECKS else self.variant
-        return dataclasses.replace(self, gated=True, variant=variant)
+        return dataclasses.replace(self, gated=True, variant=variant, pool=False)
+
+    def for_keys(self) -> dict[str, Any]:
+        usual = {"place": "encoder", "variant": "plain"}  # as it was before there was a choice, in stores of that time
+        known = {name: value for name, value in self.to_dict().items() if name != "pool"}
+        return {name: value for name, value in known.items() if usual.get(name) != value}

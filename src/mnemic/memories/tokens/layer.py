@@ -19,6 +19,10 @@ from X^{mem+seq}:
     A^seq = LN(X^seq + MH^seq(X^seq, H^mem, H^mem))                    H^seq = LN(A^seq + FF^seq(A^seq))
 
 Skip leaves the sequence as it is: H^seq = X^seq.
+
+Table 5's "+pool" labels a whole text by the outputs h_1, ..., h_m of the last layer for the memory:
+
+    logits = W [max_j h_j ; mean_j h_j] + b        W: (labels, 2d);  max and mean for each of the d numbers
 """
 
 from __future__ import annotations
@@ -130,3 +134,17 @@ class MemoryController(nn.Module):
 
     def _drop(self, added: Tensor) -> Tensor:
         return F.dropout(added, self.dropout, self.training)
+
+
+class PooledHead(nn.Module):
+    """Labels of whole texts from what the last layer gives for their memory."""
+
+    def __init__(self, width: int, labels: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(2 * width, labels)
+
+    def forward(self, memory: torch.Tensor) -> torch.Tensor:
+        """(B, m, d) -> logits (B, labels)."""
+        pooled = torch.cat([memory.amax(dim=1), memory.mean(dim=1)], dim=-1)
+        return self.classifier(self.dropout(pooled.to(self.classifier.weight.dtype))).to(memory.dtype)

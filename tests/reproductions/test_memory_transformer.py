@@ -1,0 +1,165 @@
+"""The tables and figures of Memory Transformer: each runs in its smoke setting."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mnemic
+from mnemic.errors import UsageError
+from tests.reproductions.test_trime import HERE, imported, runner
+
+from tables.finetuned import Encoder, TaskTable  # isort: skip
+from tables.harness import Measurement  # isort: skip
+from tables.models import Model  # isort: skip
+from tables.settings import Settings  # isort: skip
+
+PAPER = HERE / "memory_transformer"
+NAMES = sorted(path.parent.name for path in PAPER.glob("*/run.py"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the rows, with one folder of runs for all of them."""
+    folder = tmp_path_factory.mktemp("reproductions")
+    shutil.copytree(PAPER, folder / PAPER.name, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    return folder
+
+
+def run(root: Path, name: str) -> dict[str, Any]:
+    runner.run(root, [PAPER.name, name, "smoke", "--runs", str(root / "runs")])
+    return json.loads((root / PAPER.name / name / "results" / "smoke.json").read_text())
+
+
+def test_the_rows_that_are_there_are_in_the_readme() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", (PAPER / "README.md").read_text(), flags=re.MULTILINE)
+    assert listed == ["table1", "table2", "table3", "table4", "table5", "figures"]
+    assert set(NAMES) <= set(listed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_readme_shows_is_what_was_measured(name: str, tmp_path: Path) -> None:
+    folder = PAPER / name
+    if not (folder / "results" / "small.json").exists():
+        assert "Not run yet" in (folder / "README.md").read_text()
+        return
+    shutil.copytree(folder, tmp_path / name)
+    imported(folder / "run.py").table(tmp_path / name, "small")
+    assert (tmp_path / name / "README.md").read_text() == (folder / "README.md").read_text()
+
+
+# -- Tables 1 to 3 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["table1", "table2", "table3"])
+def test_every_variant_is_trained_and_translates(name: str, root: Path) -> None:
+    results = run(root, name)
+    table = imported(PAPER / name / "run.py").TABLE
+    small = [row for row in table.rows if row.variant in ("", "small")]
+    measured = [results["measurements"][table.key(row)]["0"] for row in small]
+    assert all(0 <= figure <= 100 for made in measured for figure in made["figures"].values())
+    models = {made["model"] for made in measured}
+    assert len(models) == {"table1": 9, "table2": 2, "table3": 7}[name]
+
+
+def test_models_of_the_tables_have_the_memory_that_their_rows_say(root: Path) -> None:
+    settings = Settings.read(PAPER / "table1" / "smoke.toml").varied("small")
+    models = imported(PAPER / "table1" / "run.py").MODELS
+    counted = {label: Model(trained, settings, 0, root / "runs") for label, trained in models.items()}
+    assert len({model.identity for model in counted.values()}) == len(models)
+    for label, model in counted.items():
+        model.train()
+        memory = getattr(model.load(), "memory", None)
+        if label == "Transformer":
+            assert memory is None
+            continue
+        *_, count = label.split()
+        assert memory.tokens.config.count == int(count)
+        kinds = {
+            "MemTransformer": "plain",
+            "MemCtrl": "control",
+            "MemCtrl Shared": "control-shared",
+            "MemBottleneck": "bottleneck",
+            "MemBottleneck Skip": "bottleneck-skip",
+        }
+        assert memory.tokens.config.variant == kinds[label.removesuffix(f" {count}")]
+
+
+def test_an_extended_memory_goes_on_from_the_smaller_one(root: Path) -> None:
+    settings = Settings.read(PAPER / "table3" / "smoke.toml")
+    rows = imported(PAPER / "table3" / "run.py").TABLE.rows
+    grown = Model(rows[2].trained, settings, 0, root / "runs")
+    assert grown.start is not None
+    before = grown.start.begun() if not grown.start.folder.exists() else grown.start.load()
+    begun = grown.begun()
+    assert len(begun.memory.tokens.layer.vectors) == 10
+    assert torch.equal(begun.memory.tokens.layer.vectors[:5], before.memory.tokens.layer.vectors)
+
+
+def test_a_lesion_is_measured_with_the_tokens_that_are_left(root: Path) -> None:
+    run(root, "table2")
+    table = imported(PAPER / "table2" / "run.py").TABLE
+    settings = Settings.read(PAPER / "table2" / "smoke.toml")
+    for row in table.rows[:6]:
+        measurement = Measurement(table, row, settings, 0, root / "runs")
+        assert len(measurement.loaded().memory.tokens.layer.vectors) == row.count
+    assert len({Measurement(table, row, settings, 0, root / "runs").identity for row in table.rows}) == 12
+
+
+@pytest.mark.parametrize("name", ["table1", "table2", "table3"])
+@pytest.mark.parametrize("size", ["small", "paper"])
+def test_settings_of_tables_1_to_3_can_be_read(name: str, size: str) -> None:
+    settings = Settings.read(PAPER / name / f"{size}.toml")
+    for row in imported(PAPER / name / "run.py").TABLE.rows:
+        if settings.has(row.variant):
+            Model(row.trained, settings.varied(row.variant), 0, Path("runs"))
+
+
+# -- Table 5 ---------------------------------------------------------------------------------------------------------
+
+
+def test_encoders_learn_tasks_with_memory_tokens_and_are_labelled_by_cls_or_by_them(root: Path) -> None:
+    results = run(root, "table5")
+    table: TaskTable = imported(PAPER / "table5" / "run.py").TABLE
+    measured = results["measurements"]
+    assert list(measured) == [row.label for row in table.rows]
+    for row in table.rows:
+        for task, seeds in measured[row.label].items():
+            figures = [figure(seeds["0"]["figures"]) for of, figure in table.columns.values() if of == task]
+            assert figures
+            assert all(math.isfinite(figure) for figure in figures)
+        tuned = row.fine_tuned(Settings.read(PAPER / "table5" / "smoke.toml"), "glue/stsb", 0, root / "runs")
+        memory = getattr(tuned.load(), "memory", None)
+        assert (memory.configs if memory else []) == list(row.memories)
+        if row.label.endswith("+pool"):
+            assert memory.tokens.head.classifier.weight.shape == (1, 32)
+    models = {seeds["0"]["model"] for tasks in measured.values() for seeds in tasks.values()}
+    assert len(models) == 18  # six models on three tasks
+    table.table(root / PAPER.name / "table5", "smoke")
+    assert "Seeds: 0; the mean" in (root / PAPER.name / "table5" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("size", ["small", "paper"])
+def test_settings_of_table_5_can_be_read(size: str) -> None:
+    settings = Settings.read(PAPER / "table5" / f"{size}.toml")
+    table: TaskTable = imported(PAPER / "table5" / "run.py").TABLE
+    assert set(settings.tasks) <= {task for task, _ in table.columns.values()}
+    assert len(settings.seeds) == {"small": 3, "paper": 5}[size]
+    row = table.rows[2]
+    for task in settings.tasks:
+        tuned = row.fine_tuned(settings, task, 0, Path("runs"))
+        assert isinstance(tuned.encoder, Encoder)
+        options = {name: value for name, value in tuned.options.items() if name != "epochs"}
+        mnemic.TrainConfig.from_dict(options)
+
+
+def test_an_encoder_that_is_not_known_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"unknown pretrained encoder 'smollm2-135m'.*minilm"):
+        Encoder(Settings(model="pretrained:smollm2-135m"), tmp_path).load()
