@@ -113,6 +113,22 @@ def test_a_lesion_is_measured_with_the_tokens_that_are_left(root: Path) -> None:
     assert len({Measurement(table, row, settings, 0, root / "runs").identity for row in table.rows}) == 12
 
 
+def test_attention_maps_are_drawn_and_summed_up(root: Path) -> None:
+    results = run(root, "figures")
+    assert {label: set(stacks) for label, stacks in results["layers"].items()} == {
+        "MemTransformer 10": {"encoder", "cross"},
+        "MemBottleneck 20": {"encoder", "cross"},
+    }
+    for stacks in results["layers"].values():
+        assert len(stacks["encoder"]) == 2
+        assert all(row["write"] + row["process"] == pytest.approx(1, abs=1e-5) for row in stacks["encoder"])
+    assert all(row["read"] == pytest.approx(1) for row in results["layers"]["MemBottleneck 20"]["encoder"])
+    folder = root / PAPER.name / "figures"
+    assert len(list((folder / "results").glob("*.png"))) == 6
+    imported(PAPER / "figures" / "run.py").table(folder, "smoke")
+    assert "| MemTransformer 10 | cross | 1 |  |  | 0." in (folder / "README.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["table1", "table2", "table3"])
 @pytest.mark.parametrize("size", ["small", "paper"])
 def test_settings_of_tables_1_to_3_can_be_read(name: str, size: str) -> None:
