@@ -39,6 +39,7 @@ class Prefix:
     bias: Callable[[], torch.Tensor | None]
     by_key: bool = False  # whether layers are given which keys are no padding, (batch, 1, 1, keys), and no larger mask
     outputs: Callable[[torch.Tensor], None] | None = None
+    fixed: bool = False  # whether a decoder of ours is told that they are equally far from all tokens
 
 
 _BLIND_TO_PACKING = ("opt", "falcon")  # their masks do not look at position_ids
@@ -130,6 +131,8 @@ class Entrance:
             kwargs["attention_mask"] = kwargs["attention_mask"][:, None, None].bool()
         if "position_ids" not in self._parameters:
             kwargs.pop("position_ids", None)
+        if self.prefix is not None and self.prefix.fixed:
+            kwargs["fixed_memory"] = True
         return (), kwargs
 
     def _leave(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

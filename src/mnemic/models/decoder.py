@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,9 +93,13 @@ class MnemicDecoderModel(MnemicDecoderPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         document_starts: Tensor | None = None,
+        fixed_memory: bool = False,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """The last hidden states; the arguments are those of `MnemicDecoderForCausalLM.forward`."""
+        """The last hidden states; the arguments are those of `MnemicDecoderForCausalLM.forward`.
+
+        fixed_memory: inputs at positions below 0, memory tokens, are equally far from all others.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise UsageError("the decoder takes either input_ids or inputs_embeds: give exactly one of them")
         if inputs_embeds is None:
@@ -112,6 +117,8 @@ class MnemicDecoderModel(MnemicDecoderPreTrainedModel):
         elif self.gradient_checkpointing and self.training:
             past = past_key_values = None  # a layer that runs twice would write to it twice
         layout = self._layout(inputs_embeds, attention_mask, position_ids, past, document_starts)
+        if fixed_memory:
+            layout = replace(layout, fixed=True)
         mask = self._mask(layout, inputs_embeds, attention_mask, position_ids, past, document_starts)
         mask, terms = self._position_terms(layout, mask, attention_mask, inputs_embeds)
 

@@ -18,6 +18,9 @@ class Layout:
     key_positions: Tensor  # (B or 1, K) positions of the keys
     documents: Tensor | None = None  # (B, K) document numbers of the keys; None: one document, no padding
     prefix: int = 0  # memory tokens among the queries, at their beginning
+    fixed: bool = (
+        False  # whether memory tokens, whose positions are below 0, are as far from all tokens as from the first
+    )
 
     @property
     def cached(self) -> int:
@@ -44,7 +47,7 @@ class Layout:
         That is so when the real tokens of a row are neighbours and count up by one within a document. Then one
         matrix of distances serves all rows, wherever each is in its document.
         """
-        if self.prefix:
+        if self.prefix or self.fixed:
             return False
         rising = self.key_positions.diff(dim=1) == 1
         if self.documents is None:
@@ -62,7 +65,10 @@ class Layout:
             positions = key_positions[:, -positions.shape[1] :]
         elif _rows_agree(positions) and _rows_agree(key_positions):
             positions, key_positions = positions[:1], key_positions[:1]
-        return positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
+        queries, keys = positions.unsqueeze(-1), key_positions.unsqueeze(-2)
+        if self.fixed:
+            return torch.where((keys < 0) & (queries > 0), -keys, queries - keys)
+        return queries - keys
 
 
 def place(real: Tensor, starts: Tensor | None, position: Tensor | int, document: Tensor | int) -> tuple[Tensor, Tensor]:

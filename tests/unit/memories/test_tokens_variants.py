@@ -11,7 +11,13 @@ from torch import Tensor, nn
 import mnemic
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.memories.tokens.layer import MemoryController
-from mnemic.models import MnemicEncoderDecoderConfig, MnemicEncoderDecoderForConditionalGeneration
+from mnemic.models import (
+    MnemicDecoderConfig,
+    MnemicDecoderForCausalLM,
+    MnemicEncoderDecoderConfig,
+    MnemicEncoderDecoderForConditionalGeneration,
+)
+from mnemic.models.layout import Layout
 from tests.contract.architectures import PAD, VOCABULARY, build
 
 OURS = "mnemic-encoder-decoder"
@@ -319,3 +325,53 @@ def test_what_cannot_be_is_said() -> None:
         made("plain").memory.change("tokens", variant="control")
     with pytest.raises(UsageError, match="expected 0 or more"):
         mnemic.MemoryTokens(count=-1)
+
+
+@pytest.mark.parametrize("position", ["t5", "xl"])
+def test_fixed_positions_are_those_that_the_first_token_sees(position: str) -> None:
+    """With distances written out by hand, cached and uncached, in one piece and in segments of an XL cache."""
+    model = made("plain", f"mnemic-{position}", positions="fixed")
+    relative = made("plain", f"mnemic-{position}")
+    text = ids(2, 12)
+    with torch.no_grad():
+        got = model(text, use_cache=False).logits
+        first = relative(text, use_cache=False).logits
+        torch.testing.assert_close(got[:, 0], first[:, 0], rtol=1e-9, atol=1e-9)
+        assert (got[:, 5:] - first[:, 5:]).abs().max() > 1e-4
+        out, steps = model(text[:, :6], use_cache=True), []
+        for t in range(6, 12):
+            out = model(text[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+            steps.append(out.logits)
+        torch.testing.assert_close(torch.cat(steps, 1), got[:, 6:], rtol=1e-9, atol=1e-9)
+
+
+def test_distances_of_a_fixed_memory() -> None:
+    positions = torch.tensor([[-2, -1, 0, 1, 2]])
+    layout = Layout(positions, positions, fixed=True)
+    expected = [[0, -1, -2, -3, -4], [1, 0, -1, -2, -3], [2, 1, 0, -1, -2], [2, 1, 1, 0, -1], [2, 1, 2, 1, 0]]
+    assert layout.distances()[0].tolist() == expected
+    assert not layout.in_step()
+
+
+@pytest.mark.parametrize("position", ["t5", "xl"])
+def test_fixed_positions_hold_from_segment_to_segment(position: str) -> None:
+    torch.manual_seed(0)
+    config = MnemicDecoderConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, position=position,
+        xl_length=40, initializer_range=0.3,
+    )  # fmt: skip
+    model = mnemic.augment(
+        MnemicDecoderForCausalLM(config).double(), mnemic.MemoryTokens(count=COUNT, positions="fixed")
+    ).double()
+    text = ids(2, 20)
+    with torch.no_grad():
+        long = model(text, use_cache=False).logits
+        cache = model.new_cache(2)
+        pieces = [model(part, past_key_values=cache, use_cache=True).logits for part in text.split([7, 1, 12], 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), long, rtol=1e-8, atol=1e-8)
+
+
+def test_fixed_positions_are_for_relative_ones() -> None:
+    for architecture in ("llama", "mnemic-rotary", "mnemic-encoder-decoder"):
+        with pytest.raises(UnsupportedModel, match="does not take fixed positions"):
+            made("plain", architecture, positions="fixed")

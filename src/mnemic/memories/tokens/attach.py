@@ -49,6 +49,12 @@ class Attached(Handle):
             raise UnsupportedModel(
                 f"{type(places.stack).__name__} has no decoder beside an encoder: leave place at 'encoder'"
             )
+        shape: Any = places.stack.config
+        if config.positions == "fixed" and getattr(shape, "position", "") not in ("t5", "xl"):
+            raise UnsupportedModel(
+                f"{type(places.stack).__name__} does not take fixed positions of memory tokens: they are for mnemic's "
+                "decoder with position = 't5' or 'xl', leave positions at 'relative'"
+            )
         inputs = places.sample_inputs()
         layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated)
         handle = cls(config, layer.to(inputs.device), entrance, new_head(places) if config.pool else None)
@@ -82,7 +88,8 @@ class Attached(Handle):
     def switch(self, on: bool) -> None:
         if self.config.place != "decoder":
             by_key = self.config.variant in BOTTLENECKS
-            prefix = Prefix(rows=self._rows, bias=self._bias, by_key=by_key, outputs=keep)
+            fixed = self.config.positions == "fixed"
+            prefix = Prefix(rows=self._rows, bias=self._bias, by_key=by_key, outputs=keep, fixed=fixed)
             self._entrance.prefix = prefix if on else None
         if self.config.place != "encoder":
             prefix = Prefix(rows=self._decoder_rows, bias=self._decoder_bias)

@@ -36,6 +36,11 @@ class MemoryTokens(MemoryConfig):
     place: Literal["encoder", "decoder", "both"] = option(
         "encoder", "of a sequence-to-sequence model, before whose input they stand; with both each has its own"
     )
+    positions: Literal["relative", "fixed"] = option(
+        "relative",
+        "in mnemic's decoder with relative positions (t5, xl), how far they are from a token: as its place in the "
+        "document says, or fixed, as far from every token as from the first",
+    )
     variant: Literal["plain", "control", "control-shared", "bottleneck", "bottleneck-skip"] = option(
         "plain",
         "what updates the memory: plain, the model's own layers (MemTransformer); control, a layer of its own beside "
@@ -81,6 +86,10 @@ class MemoryTokens(MemoryConfig):
         return dataclasses.replace(self, gated=True, variant=variant, pool=False)
 
     def for_keys(self) -> dict[str, Any]:
-        usual = {"place": "encoder", "variant": "plain"}  # as it was before there was a choice, in stores of that time
+        usual = {
+            "place": "encoder",
+            "positions": "relative",
+            "variant": "plain",
+        }  # as it was before there was a choice, in stores of that time
         known = {name: value for name, value in self.to_dict().items() if name != "pool"}
         return {name: value for name, value in known.items() if usual.get(name) != value}
