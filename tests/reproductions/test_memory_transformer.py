@@ -38,10 +38,10 @@ def run(root: Path, name: str) -> dict[str, Any]:
     return json.loads((root / PAPER.name / name / "results" / "smoke.json").read_text())
 
 
-def test_the_rows_that_are_there_are_in_the_readme() -> None:
+def test_all_rows_of_the_paper_are_there_and_in_the_readme() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", (PAPER / "README.md").read_text(), flags=re.MULTILINE)
     assert listed == ["table1", "table2", "table3", "table4", "table5", "figures"]
-    assert set(NAMES) <= set(listed)
+    assert set(NAMES) == set(listed)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -129,13 +129,24 @@ def test_attention_maps_are_drawn_and_summed_up(root: Path) -> None:
     assert "| MemTransformer 10 | cross | 1 |  |  | 0." in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["table1", "table2", "table3"])
+@pytest.mark.parametrize("name", ["table1", "table2", "table3", "table4"])
 @pytest.mark.parametrize("size", ["small", "paper"])
-def test_settings_of_tables_1_to_3_can_be_read(name: str, size: str) -> None:
+def test_settings_can_be_read(name: str, size: str) -> None:
     settings = Settings.read(PAPER / name / f"{size}.toml")
-    for row in imported(PAPER / name / "run.py").TABLE.rows:
-        if settings.has(row.variant):
-            Model(row.trained, settings.varied(row.variant), 0, Path("runs"))
+    rows = [row for row in imported(PAPER / name / "run.py").TABLE.rows if settings.has(row.variant)]
+    models = [Model(row.trained, settings.varied(row.variant), 0, Path("runs")) for row in rows]
+    assert all((model.memory is None) == (not row.trained.tokens) for model, row in zip(models, rows, strict=True))
+
+
+# -- Table 4 ---------------------------------------------------------------------------------------------------------
+
+
+def test_transformer_xl_reads_memory_at_fixed_and_at_relative_positions(root: Path) -> None:
+    results = run(root, "table4")
+    figures = {label: seeds["0"]["figures"]["perplexity"] for label, seeds in results["measurements"].items()}
+    assert list(figures) == ["Transformer-XL", "+ 20 mem, fixed", "+ 20 mem, relative"]
+    assert len(set(figures.values())) == 3
+    assert all(1 < figure < 1000 for figure in figures.values())
 
 
 # -- Table 5 ---------------------------------------------------------------------------------------------------------
