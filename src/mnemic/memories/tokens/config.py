@@ -17,8 +17,9 @@ BOTTLENECKS = ("bottleneck", "bottleneck-skip")
 class MemoryTokens(MemoryConfig):
     """Trainable [mem] vectors before the input, which the sequence reads and writes (arXiv 2006.11527).
 
-    MemTransformer, in any model:                 MemoryTokens(count=10)
-    MemCtrl, the memory with layers of its own:   MemoryTokens(count=20, variant="control")
+    MemTransformer, in any model:                   MemoryTokens(count=10)
+    MemCtrl, the memory with layers of its own:     MemoryTokens.control(count=20)
+    MemBottleneck, the sequence reads nothing else: MemoryTokens.bottleneck(count=20)
     """
 
     starts: ClassVar[dict[str, dict[str, Any]]] = {
@@ -75,6 +76,26 @@ class MemoryTokens(MemoryConfig):
             raise UsageError(
                 "MemoryTokens.count = 0: a bottleneck has nothing but the memory to read, leave at least one token"
             )
+
+    @classmethod
+    def control(cls, **settings: object) -> Self:
+        """A memory with a layer of its own beside each of the model's (MemCtrl)."""
+        return cls(**cls.starts["control"] | settings)
+
+    @classmethod
+    def control_shared(cls, **settings: object) -> Self:
+        """A memory with one layer of its own beside all of the model's (MemCtrl Shared)."""
+        return cls(**cls.starts["control_shared"] | settings)
+
+    @classmethod
+    def bottleneck(cls, **settings: object) -> Self:
+        """A memory that is all the sequence reads (MemBottleneck), in mnemic's encoder-decoder."""
+        return cls(**cls.starts["bottleneck"] | settings)
+
+    @classmethod
+    def bottleneck_skip(cls, **settings: object) -> Self:
+        """A memory that reads a sequence which is left as it is (MemBottleneck Skip), in mnemic's encoder-decoder."""
+        return cls(**cls.starts["bottleneck_skip"] | settings)
 
     @classmethod
     def small(cls, layers: int) -> Self:
