@@ -86,6 +86,7 @@ class Entrance:
             hook.remove()
         if self._of_decoder is not None:
             self._of_decoder.remove()
+        self._forget_stopped()
 
     # -- the stack ---------------------------------------------------------------------------------------------------
 
@@ -155,9 +156,16 @@ class Entrance:
     def _begin(
         self, change: masks.MaskChange | None, kwargs: dict[str, Any], prefix: int = 0, xl_cache: Any = None
     ) -> None:
+        self._forget_stopped()
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         token = masks.begin(change) if self._around is None else masks.begin(change, *masks.active())
         reading.current.set(reading.Call(self, token, reading.current.get(), prefix, positions, xl_cache, mask))
+
+    def _forget_stopped(self) -> None:
+        """Ends a forward of this stack that was stopped by hand: at its beginning and end none is under way."""
+        if reading.prefix_read_by(self) is not None:
+            reading.current.set(None)
+            masks.put_back(())
 
     def _end(self) -> reading.Call | None:
         call = reading.current.get()
@@ -287,9 +295,12 @@ class Entrance:
         kwargs = {**dict(zip(self._decoder_parameters, args, strict=False)), **kwargs}
         source, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
         prefix = 0
-        if source is not None:
-            prefix = getattr(source, MARK, 0) if mask is None else source.shape[1] - mask.shape[1]
+        if source is not None:  # the mark is on the very tensor that left the encoder, and copies have none
+            usual = 0 if self.prefix is None else len(self.prefix.rows())
+            marked = getattr(source, MARK, usual)
+            prefix = marked if mask is None or mask.ndim != 2 else source.shape[1] - mask.shape[1]
         if prefix and mask is not None:
+            _check({"attention_mask": mask}, None, prefix)
             kwargs["encoder_attention_mask"] = torch.cat([mask.new_ones(len(mask), prefix), mask], dim=1)
         bias = self._bias(prefix, source.device) if source is not None else None
         config: Any = decoder.config

@@ -98,7 +98,8 @@ class Ear:
     def at_decoder(cls, decoder: nn.Module) -> Ear:
         """Hears the tokens that a decoder reads."""
         ear = cls()
-        ear._hook = decoder.register_forward_pre_hook(ear._tokens, with_kwargs=True)
+        # before memory tokens make embeddings of them
+        ear._hook = decoder.register_forward_pre_hook(ear._tokens, with_kwargs=True, prepend=True)
         return ear
 
     def _output(self, _: nn.Module, __: tuple, output: Any) -> None:

@@ -53,6 +53,11 @@ active = _active.get
 end = _active.reset
 
 
+def put_back(changes: tuple[MaskChange, ...]) -> None:
+    """Makes the changes that were made at another time, as `active` told them."""
+    _active.set(changes)
+
+
 def begin(*changes: MaskChange | None) -> Token:
     """From now on, until `end` is given what this returns, masks are changed so."""
     asked = tuple(change for change in changes if change is not None)

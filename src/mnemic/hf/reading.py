@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mnemic.hf import masks
+
 
 @dataclass(frozen=True)
 class Call:
@@ -31,11 +33,13 @@ _document_starts: ContextVar[torch.Tensor | None] = ContextVar("mnemic_document_
 @contextlib.contextmanager
 def reading(document_starts: torch.Tensor | None) -> Iterator[None]:
     """For the time of one forward, tells the stack where documents start."""
-    token = _document_starts.set(document_starts)
+    token, call, changes = _document_starts.set(document_starts), current.get(), masks.active()
     try:
         yield
-    finally:
+    finally:  # a forward that is stopped by hand, as in a notebook, does not call the hooks that end it
         _document_starts.reset(token)
+        current.set(call)
+        masks.put_back(changes)
 
 
 def starts_being_read() -> torch.Tensor | None:
@@ -53,6 +57,17 @@ def mask_being_read() -> torch.Tensor | None:
     """Which positions are no padding, (batch, cached and new ones), in what is read now, if that was told."""
     call = current.get()
     return None if call is None else call.mask
+
+
+def prefix_read_by(entrance: Any) -> int | None:
+    """How many vectors stand before the input in the forward of this entrance's stack; None if none is under way.
+
+    None too where a layer runs once more for its gradient, also if that is within the forward of another model.
+    """
+    call = current.get()
+    while call is not None and call.entrance is not entrance:
+        call = call.outer
+    return None if call is None else call.prefix
 
 
 def is_reading() -> bool:

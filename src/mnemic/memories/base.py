@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,6 +67,9 @@ class Handle(nn.Module):
     def attach(cls, config: MemoryConfig, places: Places, entrance: Entrance) -> Handle:
         """Puts the memory into a model."""
         raise NotImplementedError(f"{cls.__name__} does not say how to attach")
+
+    def check_beside(self, others: Mapping[str, Handle]) -> None:
+        """UsageError if it cannot be in one model with these, which may come before it or after it."""
 
     def switch(self, on: bool) -> None:
         """Makes the memory take part, or leaves the model exactly as its base."""

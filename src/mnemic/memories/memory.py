@@ -60,7 +60,16 @@ class Memory(nn.Module):
     def add(self, config: MemoryConfig) -> None:
         """Puts one more memory into the model, in the place of one of that kind that it has."""
         module = importlib.import_module(type(config).__module__.removesuffix("config") + "attach")
-        self.add_module(config.memory(), module.Attached.attach(config, self._places, self._entrance))
+        added = module.Attached.attach(config, self._places, self._entrance)
+        others = {name: handle for name, handle in self.handles.items() if name != config.memory()}
+        try:
+            added.check_beside(others)
+            for handle in others.values():
+                handle.check_beside({config.memory(): added})
+        except UsageError:
+            added.detach()
+            raise
+        self.add_module(config.memory(), added)
 
     def connect(self) -> None:
         """Opens the stores that memories name; one whose rows another model made is refused."""

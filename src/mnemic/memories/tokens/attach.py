@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -40,7 +39,7 @@ class Attached(Handle):
         self.decoder_layer = copy.deepcopy(layer) if config.place == "both" else None
         if self.decoder_layer is not None:
             self.decoder_layer.redraw()
-        self._entrance = entrance
+        self.entrance = entrance
         self._blocks: list[ControlledBlock] | list[BottleneckBlock] = []
 
     @classmethod
@@ -68,14 +67,15 @@ class Attached(Handle):
         blocks = controlled(self.config, places)
         shape: Any = places.stack.config
         width: int = shape.hidden_size
-        heads = math.gcd(width, shape.num_attention_heads)
+        heads: int = shape.num_attention_heads
+        head_dim = getattr(shape, "head_dim", None) or getattr(shape, "d_kv", None) or max(width // heads, 1)
         hidden = getattr(shape, "intermediate_size", None) or 4 * width
         like: dict[str, Any] = {"activation": F.gelu}
         if isinstance(blocks[0], Block):
             like = {"activation": blocks[0].mlp.activation, "dropout": blocks[0].dropout}
         shared = self.config.variant == "control-shared"
         self.controllers = nn.ModuleList(
-            MemoryController(width, heads, hidden, **like) for _ in range(1 if shared else len(blocks))
+            MemoryController(width, heads, head_dim, hidden, **like) for _ in range(1 if shared else len(blocks))
         ).to(device)
         causal = places.anatomy.kind == "causal"
         for number, block in enumerate(blocks):
@@ -90,14 +90,17 @@ class Attached(Handle):
             by_key = self.config.variant in BOTTLENECKS
             fixed = self.config.positions == "fixed"
             prefix = Prefix(rows=self._rows, bias=self._bias, by_key=by_key, outputs=keep, fixed=fixed)
-            self._entrance.prefix = prefix if on else None
+            self.entrance.prefix = prefix if on else None
         if self.config.place != "encoder":
             prefix = Prefix(rows=self._decoder_rows, bias=self._decoder_bias)
-            self._entrance.of_decoder().prefix = prefix if on else None
+            self.entrance.of_decoder().prefix = prefix if on else None
         for block in self._blocks:
             block.switch(on)
 
     def change(self, **settings: Any) -> None:
+        settings = {name: value for name, value in settings.items() if value != getattr(self.config, name)}
+        if not settings:
+            return
         if fixed := sorted(settings.keys() - {"count"}):
             raise UsageError(
                 f"the memory tokens have learned with {fixed[0]} = {getattr(self.config, fixed[0])!r}: only their "
@@ -109,12 +112,27 @@ class Attached(Handle):
             self.decoder_layer.resize(self.config.count)
 
     def outputs(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        if self.head is None or self._entrance.prefix is None:
+        if self.head is None or self.entrance.prefix is None:
             return forward(**inputs)
-        return labelled(self.head, self._entrance.places.stack.config, forward, inputs)
+        return labelled(self.head, self.entrance.places.stack.config, forward, inputs)
+
+    def check_beside(self, others: Mapping[str, Handle]) -> None:
+        if self.config.variant in BOTTLENECKS and "attention" in others:
+            raise UsageError(
+                "an attention memory keeps what a sequence attends to, and in a bottleneck that is nothing but the memory "
+                "tokens: give the model one of the two"
+            )
+        keys: Any = others.get("product_keys")
+        if self.config.variant != "bottleneck-skip" or keys is None:
+            return
+        if skipped := [number for number in keys.numbers if number < len(self._blocks)]:
+            raise UsageError(
+                f"product keys in layer {skipped[0]} would never be read: with bottleneck-skip the sequence goes past "
+                f"the encoder's layers. Put them into the decoder's, {len(self._blocks)} and later"
+            )
 
     def unused(self) -> list[nn.Parameter]:
-        replaced = self._entrance.places.text_head if self.head is not None else None
+        replaced = self.entrance.places.text_head if self.head is not None else None
         head = [parameter for module in replaced or () for parameter in module.parameters()]
         return head + [parameter for block in self._blocks for parameter in block.unused()]
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mnemic.hf.reading import is_reading, prefix_being_read
+from mnemic.hf.entrance import Entrance
+from mnemic.hf.reading import prefix_read_by
 from mnemic.memories.tokens.config import MemoryTokens
 from mnemic.models.blocks import Block
 
@@ -21,6 +22,7 @@ class Owner(Protocol):
 
     config: MemoryTokens
     controllers: nn.ModuleList
+    entrance: Entrance
 
 
 def memory_being_read(owner: Owner) -> int:
@@ -28,7 +30,8 @@ def memory_being_read(owner: Owner) -> int:
 
     A layer that runs once more for its gradient is in no forward: it is given what it was given in training.
     """
-    return prefix_being_read() if is_reading() else owner.config.count
+    found = prefix_read_by(owner.entrance)
+    return owner.config.count if found is None else found
 
 
 _weights: ContextVar[list[Tensor] | None] = ContextVar("mnemic_memory_weights", default=None)
@@ -77,7 +80,9 @@ class ControlledBlock:
         """Takes part, or leaves the layer exactly as it was."""
         if self._hook is not None:
             self._hook.remove()
-        self._hook = self.block.register_forward_hook(self._leave, with_kwargs=True) if on else None
+        self._hook = None
+        if on:  # before others that look at what leaves the layer
+            self._hook = self.block.register_forward_hook(self._leave, with_kwargs=True, prepend=True)
 
     def unused(self) -> list[nn.Parameter]:
         """None: the sequence goes through the layer's own."""

@@ -74,17 +74,18 @@ class MemoryTokenLayer(nn.Module):
         self.vectors = nn.Parameter(torch.cat([old[:count], new]), self.vectors.requires_grad)
         if self.gate is not None:
             gate = self.gate.detach()
-            self.gate = nn.Parameter(torch.cat([gate[:count], gate.new_full((len(new),), CLOSED)]))
+            closed = gate.new_full((len(new),), CLOSED)
+            self.gate = nn.Parameter(torch.cat([gate[:count], closed]), self.gate.requires_grad)
 
 
 class MemoryAttention(nn.Module):
     """MH(Q, X, X): multi-head attention of some vectors to others, without positions."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.query, self.out = nn.Linear(width, width), nn.Linear(width, width)
-        self.key_value = nn.Linear(width, 2 * width)
+        self.heads, inner = heads, heads * head_dim
+        self.query, self.key_value = nn.Linear(width, inner), nn.Linear(width, 2 * inner)
+        self.out = nn.Linear(inner, width)
 
     def forward(self, queries: Tensor, states: Tensor, mask: Tensor | None = None) -> Tensor:
         """What queries (B, m, d) find in states (B, K, d), of which a mask (B or 1, 1, 1, K) hides some."""
@@ -101,7 +102,7 @@ class MemoryAttention(nn.Module):
         return scores.softmax(-1)
 
     def _heads(self, queries: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each head, (B, heads, m or K, d / heads)."""
+        """Queries, keys and values of each head, (B, heads, m or K, head_dim)."""
         query = self.query(queries).unflatten(2, (self.heads, -1)).transpose(1, 2)
         key, value = self.key_value(states).unflatten(2, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return query, key, value
@@ -114,12 +115,13 @@ class MemoryController(nn.Module):
         self,
         width: int,
         heads: int,
+        head_dim: int,
         hidden: int,
         activation: Callable[[Tensor], Tensor] = F.relu,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.attention, self.attention_norm = MemoryAttention(width, heads), nn.LayerNorm(width)
+        self.attention, self.attention_norm = MemoryAttention(width, heads, head_dim), nn.LayerNorm(width)
         self.up, self.down, self.norm = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.LayerNorm(width)
         self.activation, self.dropout = activation, dropout
         for module in self.modules():
