@@ -119,7 +119,7 @@ class Attached(Handle):
     def check_beside(self, others: Mapping[str, Handle]) -> None:
         if self.config.variant in BOTTLENECKS and "attention" in others:
             raise UsageError(
-                "an attention memory keeps what a sequence attends to, and in a bottleneck that is nothing but the memory "
+                "an attention memory keeps what a sequence attends to, and in a bottleneck that is nothing but memory "
                 "tokens: give the model one of the two"
             )
         keys: Any = others.get("product_keys")
