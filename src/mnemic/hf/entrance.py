@@ -295,9 +295,8 @@ class Entrance:
         kwargs = {**dict(zip(self._decoder_parameters, args, strict=False)), **kwargs}
         source, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
         prefix = 0
-        if source is not None:  # the mark is on the very tensor that left the encoder, and copies have none
-            usual = 0 if self.prefix is None else len(self.prefix.rows())
-            marked = getattr(source, MARK, usual)
+        if source is not None:
+            marked = getattr(source, MARK, 0)  # the very tensor that left the encoder has a mark; copies need a mask
             prefix = marked if mask is None or mask.ndim != 2 else source.shape[1] - mask.shape[1]
         if prefix and mask is not None:
             _check({"attention_mask": mask}, None, prefix)

@@ -122,12 +122,13 @@ def test_heads_that_do_not_divide_the_width() -> None:
 
 
 @pytest.mark.parametrize("architecture", [OURS, "t5", "bart"])
-def test_a_copy_of_an_encoders_output_has_the_memory_in_it(architecture: str) -> None:
+def test_by_its_mask_a_copy_of_an_encoders_output_is_known_to_have_the_memory_in_it(architecture: str) -> None:
     model = made(architecture, gated=True)
     with torch.no_grad():
         model.memory.tokens.layer.gate.copy_(torch.tensor([0.5, 1e-20, 2.0]))
         encoded = model.get_encoder()(input_ids=ids()).last_hidden_state.clone()
-        got = model(encoder_outputs=BaseModelOutput(last_hidden_state=encoded), decoder_input_ids=ids(seed=1)).logits
+        given = {"decoder_input_ids": ids(seed=1), "attention_mask": torch.ones_like(ids())}
+        got = model(encoder_outputs=BaseModelOutput(last_hidden_state=encoded), **given).logits
         torch.testing.assert_close(got, model(**pair()).logits)
 
 
