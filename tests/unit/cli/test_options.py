@@ -158,7 +158,7 @@ def test_a_memory_that_is_written_is_read_as_it_was(memory: OutputMemory) -> Non
         ("tokens:count", "the setting 'count' has no value; write tokens:count=..."),
         ("attention.as_context:k", "the setting 'k' has no value; write attention.as_context:k=..."),
         ("attention.as_contxt:k=3", "unknown start of attention 'as_contxt': did you mean 'as_context'?"),
-        ("tokens:count=0", "MemoryTokens.count = 0: expected 1 or more"),
+        ("tokens:count=-1", "MemoryTokens.count = -1: expected 0 or more"),
     ],
 )
 def test_a_mistake_in_a_memory_is_one_sentence(text: str, sentence: str) -> None:
