@@ -161,7 +161,7 @@ def _token_losses(base: Any) -> Any:
             masses = functools.partial(base.token_masses, self, targets)
         else:
             masses = functools.partial(masses_of_logits, functools.partial(base.forward, self), targets)
-        with reading(document_starts):
+        with reading(document_starts if self.memory.separates_documents else None):
             return self.memory.token_losses(masses, Reading(inputs, targets, document_starts, streams, memory_state))
 
     return token_losses

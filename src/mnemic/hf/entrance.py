@@ -1,17 +1,17 @@
-"""What goes into a model's stack: vectors put before the input, and the borders of documents.
+"""What goes into a model's stack: vectors put before the input, or around it, and the borders of documents.
 
-The vectors (a prefix) are taken out of the output again, and stay in the KV cache as its first entries, so that
-beams and batches carry them along like any other token. The sequence keeps its own positions: by position_ids the
+The vectors before it (a prefix) are taken out of the output again, and stay in the KV cache as its first entries, so
+that beams and batches carry them along like any other token. The sequence keeps its own positions: by position_ids the
 prefix stands before position 0 (rotary) or shares the first position (absolute tables, whose room it does not use);
-where positions follow the place in the input, distances between tokens do not change.
+where positions follow the place in the input, distances between tokens do not change. Vectors behind the input (a
+suffix) read all of it, go on from the last token's position in the same way, and leave nothing behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,25 +22,11 @@ from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf import masks, reading
 from mnemic.hf.anatomy import Places, find
 from mnemic.hf.caches import pin
-from mnemic.hf.positions import prefix_positions, separates_documents, sequence_positions
+from mnemic.hf.positions import prefix_positions, separates_documents, sequence_positions, suffix_positions
+from mnemic.hf.prefix import Prefix, Vectors
 from mnemic.hf.xl import OpenSegment, open_segment
 
 MARK = "mnemic_prefix"  # set on a KV cache or an encoder's output: how many of its first entries are the prefix
-
-
-@dataclass
-class Prefix:
-    """Vectors to put before the input: `rows()` gives (m, d), `bias()` what to add to their scores, if anything.
-
-    Where they are taken out of the stack's output again, `outputs` is given what it holds for them, (B, m, d).
-    """
-
-    rows: Callable[[], torch.Tensor]
-    bias: Callable[[], torch.Tensor | None]
-    by_key: bool = False  # whether layers are given which keys are no padding, (batch, 1, 1, keys), and no larger mask
-    outputs: Callable[[torch.Tensor], None] | None = None
-    fixed: bool = False  # whether a decoder of ours is told that they are equally far from all tokens
-
 
 _BLIND_TO_PACKING = ("opt", "falcon")  # their masks do not look at position_ids
 
@@ -99,12 +85,14 @@ class Entrance:
         streams = hasattr(cache, "prefix")  # our own XL cache: it keeps no prefix, so each segment brings its own
         past = cache.get_seq_length() if cache is not None and not streams else 0
         stored = getattr(cache, MARK, 0) if past else 0
-        rows = self.prefix.rows() if self.prefix is not None and past == 0 else None
-        added = 0 if rows is None else len(rows)
+        rows = self._vectors(kwargs, starts) if past == 0 else None
+        added, behind = (rows.columns, rows.behind) if rows is not None else (0, 0)
         if streams and not self._native:
             return (), self._stream_foreign(kwargs, starts, added, cache)
         if added and starts is None:
             starts = self._packed(kwargs)
+        if behind and not streams:
+            _check_nothing_kept(kwargs)
         if not added + stored and (starts is None or self._native):
             _check_filled_with(past, self.prefix)
             self._begin(None, kwargs)
@@ -112,7 +100,7 @@ class Entrance:
         _check(kwargs, cache, added)
         if added and self.places.anatomy.positions == "relative":
             _check_right_padded(kwargs.get("attention_mask"), type(stack).__name__)
-        inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        inputs = _inputs(kwargs)
         batch, length = inputs.shape[:2]
         if not streams:
             seen = past - stored
@@ -120,14 +108,15 @@ class Entrance:
             if kwargs.get("attention_mask") is None:  # or transformers would look for packed rows in the positions
                 kwargs["attention_mask"] = inputs.new_ones(batch, seen + length, dtype=torch.long)
         if (mask := kwargs.get("attention_mask")) is not None:
-            kwargs["attention_mask"] = torch.cat([mask.new_ones(batch, added + stored), mask], dim=1)
+            around = [mask.new_ones(batch, added + stored), mask, mask.new_ones(batch, behind)]
+            kwargs["attention_mask"] = torch.cat(around, dim=1)
         if rows is not None:
-            self._prepend(kwargs, rows, batch)
+            self._surround(kwargs, rows, batch)
         if streams:
-            change = self._streaming(kwargs, starts, batch, added, cache)
+            change = self._streaming(kwargs, starts, batch, rows, cache)
         else:
-            change = self._mask_change(starts, batch, added or stored, past, inputs.device)
-        self._begin(change, kwargs, added, cache if streams else None)
+            change = self._mask_change(starts, batch, added or stored, past, inputs.device, rows)
+        self._begin(change, kwargs, added, cache if streams else None, behind, batch)
         if self.prefix is not None and self.prefix.by_key:
             kwargs["attention_mask"] = kwargs["attention_mask"][:, None, None].bool()
         if "position_ids" not in self._parameters:
@@ -151,15 +140,24 @@ class Entrance:
             setattr(cache, MARK, call.prefix)
         if self.prefix is not None and self.prefix.outputs is not None:
             self.prefix.outputs(output[0][:, : call.prefix])
-        return _without(output, call.prefix)
+        if call.suffix and self.prefix is not None and self.prefix.written is not None:
+            self.prefix.written(output[0][:, -call.suffix :])
+        return _without(output, call.prefix, call.suffix)
 
     def _begin(
-        self, change: masks.MaskChange | None, kwargs: dict[str, Any], prefix: int = 0, xl_cache: Any = None
+        self,
+        change: masks.MaskChange | None,
+        kwargs: dict[str, Any],
+        prefix: int = 0,
+        xl_cache: Any = None,
+        suffix: int = 0,
+        rows: int = 0,
     ) -> None:
         self._forget_stopped()
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         token = masks.begin(change) if self._around is None else masks.begin(change, *masks.active())
-        reading.current.set(reading.Call(self, token, reading.current.get(), prefix, positions, xl_cache, mask))
+        outer = reading.current.get()
+        reading.current.set(reading.Call(self, token, outer, prefix, suffix, rows, positions, xl_cache, mask))
 
     def _forget_stopped(self) -> None:
         """Ends a forward of this stack that was stopped by hand: at its beginning and end none is under way."""
@@ -174,24 +172,35 @@ class Entrance:
         reading.current.set(call.outer)
         masks.end(call.mask_token)
         if call.xl_cache is not None:
-            call.xl_cache.prefix = 0
+            call.xl_cache.prefix = call.xl_cache.suffix = 0
         return call
 
-    def _prepend(self, kwargs: dict[str, Any], rows: torch.Tensor, batch: int) -> None:
-        places, m = self.places, len(rows)
+    def _vectors(self, kwargs: dict[str, Any], starts: torch.Tensor | None) -> Vectors | None:
+        """What is put around the inputs of this forward."""
+        if self.prefix is None:
+            return None
+        return self.prefix.rows(len(_inputs(kwargs)), starts)
+
+    def _surround(self, kwargs: dict[str, Any], rows: Vectors, batch: int) -> None:
+        places, m = self.places, rows.before.shape[-2]
         embeds = kwargs.pop("inputs_embeds", None)
-        if places.scales_given:
-            rows = rows / places.scale
         if embeds is None:
             # some stacks scale after looking up and would leave given embeddings unscaled
             embeds = places.embeddings(kwargs["input_ids"]) * (1.0 if places.scales_given else places.scale)
+        scale = places.scale if places.scales_given else 1.0
+        around = [part if part is None else (part / scale).to(embeds) for part in (rows.prefix, rows.after)]
+        before, after = (embeds[:, :0] if part is None else part.expand(batch, -1, -1) for part in around)
         kwargs["input_ids"] = None
-        kwargs["inputs_embeds"] = torch.cat([rows.to(embeds.dtype).expand(batch, -1, -1), embeds], dim=1)
+        kwargs["inputs_embeds"] = torch.cat([before, embeds, after], dim=1)
         if (kinds := kwargs.get("token_type_ids")) is not None:
-            kwargs["token_type_ids"] = torch.cat([kinds.new_zeros(batch, m), kinds], dim=1)
+            kwargs["token_type_ids"] = torch.nn.functional.pad(kinds, (rows.columns, rows.behind))
         if (positions := kwargs.get("position_ids")) is not None:
-            before = prefix_positions(places, m, positions.device)
-            kwargs["position_ids"] = torch.cat([before.expand(len(positions), -1), positions], dim=1)
+            first = prefix_positions(places, m, positions.device).repeat(rows.columns // max(m, 1))
+            parts = [first.expand(len(positions), -1), positions]
+            if rows.behind:  # the mask has a column for each vector around the input
+                real = kwargs["attention_mask"][:, rows.columns : -rows.behind]
+                parts.append(suffix_positions(places, positions, real, rows.behind))
+            kwargs["position_ids"] = torch.cat([part.expand(batch, -1) for part in parts], dim=1)
 
     def _cache(self, kwargs: dict[str, Any]) -> Any:
         """The KV cache of this forward; one that must make room for the prefix is made or prepared here."""
@@ -200,13 +209,13 @@ class Entrance:
             return cache
         config: Any = self.places.stack.config
         xl_length = getattr(config, "xl_length", 0)
-        if cache is None and (self._slides or xl_length):
-            inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-            if config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]:
-                cache = self.places.stack.new_cache(len(inputs)) if xl_length else DynamicCache(config=config)  # type: ignore
-                kwargs["past_key_values"] = cache
+        cached = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+        if cache is None and cached and (self._slides or xl_length):
+            rows = len(_inputs(kwargs))
+            cache = self.places.stack.new_cache(rows) if xl_length else DynamicCache(config=config)  # type: ignore
+            kwargs["past_key_values"] = cache
         if cache is not None and self._slides and cache.get_seq_length() == 0:
-            pin(cache, len(self.prefix.rows()))
+            pin(cache, self.prefix.rows(len(_inputs(kwargs)), None).columns)
         return cache
 
     def _packed(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -218,23 +227,25 @@ class Entrance:
         cached = config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
         if cached or kwargs.get("past_key_values") is not None or kwargs.get("attention_mask") is not None:
             return None
-        inputs = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
         starts = torch.nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
-        return starts.expand(len(inputs), -1) if starts[:, 1:].any() else None
+        return starts.expand(len(_inputs(kwargs)), -1) if starts[:, 1:].any() else None
 
     # -- the masks ---------------------------------------------------------------------------------------------------
 
     def _streaming(
-        self, kwargs: dict[str, Any], starts: torch.Tensor | None, batch: int, added: int, cache: Any
+        self, kwargs: dict[str, Any], starts: torch.Tensor | None, batch: int, rows: Vectors | None, cache: Any
     ) -> masks.MaskChange | None:
         """With an XL cache the model keeps documents apart by itself; the prefix stands behind the cached keys."""
-        cache.prefix = added
+        rows = rows or Vectors(torch.empty(0, 0))
+        cache.prefix, cache.suffix, cache.groups = rows.columns, rows.behind, 1 if rows.begun is None else 2
+        begun = None
         if starts is not None:
-            kwargs["document_starts"] = torch.cat([starts.new_zeros(batch, added), starts], dim=1)
-        bias = self.prefix.bias() if self.prefix is not None else None
-        if bias is None:
+            kwargs["document_starts"] = torch.nn.functional.pad(starts, (rows.columns, rows.behind))
+            begun = kwargs["document_starts"].cumsum(1) > 0 if rows.begun is not None else None
+        bias = self._bias(rows.columns, _inputs(kwargs).device)
+        if bias is None and begun is None:
             return None
-        return masks.MaskChange(self.places.stack.config, added, bias, first=cache.length)
+        return masks.MaskChange(self.places.stack.config, rows.columns, bias, first=cache.length, begun=begun)
 
     def _stream_foreign(
         self, kwargs: dict[str, Any], starts: torch.Tensor | None, added: int, cache: Any
@@ -251,7 +262,13 @@ class Entrance:
         return kwargs
 
     def _mask_change(
-        self, starts: torch.Tensor | None, batch: int, prefix: int, past: int, device: torch.device
+        self,
+        starts: torch.Tensor | None,
+        batch: int,
+        prefix: int,
+        past: int,
+        device: torch.device,
+        rows: Vectors | None,
     ) -> masks.MaskChange | None:
         bias = self._bias(prefix, device)
         if bias is None and starts is None and not (prefix and self._slides):
@@ -261,10 +278,12 @@ class Entrance:
             if past:
                 raise UsageError("document_starts needs an empty KV cache: begin with a new one at each segment")
             numbers = starts.cumsum(1)
-            documents = torch.cat([numbers.new_full((batch, prefix), -1), numbers], dim=1)
+            behind = numbers[:, -1:].expand(-1, 0 if rows is None else rows.behind)
+            documents = torch.cat([numbers.new_full((batch, prefix), -1), numbers, behind], dim=1)
+        begun = documents > 0 if documents is not None and rows is not None and rows.begun is not None else None
         bidirectional = self.places.anatomy.kind != "causal"
         return masks.MaskChange(
-            self.places.stack.config, prefix, bias, documents=documents, bidirectional=bidirectional
+            self.places.stack.config, prefix, bias, begun=begun, documents=documents, bidirectional=bidirectional
         )
 
     def _bias(self, prefix: int, device: torch.device) -> torch.Tensor | None:
@@ -273,7 +292,8 @@ class Entrance:
             return None
         if self.prefix is None:
             return torch.full((prefix,), -torch.inf, device=device)
-        return self.prefix.bias()
+        bias = self.prefix.bias()
+        return None if bias is None else bias.repeat(prefix // len(bias))
 
     # -- inside the stack --------------------------------------------------------------------------------------------
 
@@ -336,6 +356,20 @@ def _slides(config: Any) -> bool:
     return "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
 
 
+def _inputs(kwargs: dict[str, Any]) -> torch.Tensor:
+    """The ids (B, T) or embeddings (B, T, d) that a stack is given."""
+    found: torch.Tensor = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    return found
+
+
+def _check_nothing_kept(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("past_key_values") is not None:
+        raise UsageError(
+            "a memory that goes from segment to segment writes at the end of each, and a KV cache would keep what it "
+            "writes: read segments without past_key_values"
+        )
+
+
 def _check(kwargs: dict[str, Any], cache: Any, added: int) -> None:
     if added and getattr(cache, "is_compileable", False):
         raise UsageError("a static KV cache has no room for memory tokens: leave cache_implementation at its default")
@@ -357,15 +391,19 @@ def _check_right_padded(mask: torch.Tensor | None, name: str) -> None:
         )
 
 
-def _without(output: Any, count: int) -> Any:
-    """The output of a stack without its first `count` positions; attention maps keep them."""
+def _without(output: Any, first: int, last: int = 0) -> Any:
+    """The output of a stack without its first and last positions, so many of each; attention maps keep them."""
+
+    def kept(states: torch.Tensor) -> torch.Tensor:
+        return states[:, first : states.shape[1] - last]
+
     if isinstance(output, tuple):
         hidden = (
-            tuple(h[:, count:] for h in part) if isinstance(part, tuple) and part and part[0].ndim == 3 else part
+            tuple(map(kept, part)) if isinstance(part, tuple) and part and part[0].ndim == 3 else part
             for part in output[1:]
         )
-        return (output[0][:, count:], *hidden)
-    output["last_hidden_state"] = output["last_hidden_state"][:, count:]
+        return (kept(output[0]), *hidden)
+    output["last_hidden_state"] = kept(output["last_hidden_state"])
     if output.get("hidden_states") is not None:
-        output["hidden_states"] = tuple(h[:, count:] for h in output["hidden_states"])
+        output["hidden_states"] = tuple(map(kept, output["hidden_states"]))
     return output

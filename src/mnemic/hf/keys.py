@@ -28,6 +28,7 @@ from torch import nn
 
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Places, find
+from mnemic.hf.reading import before_suffix
 
 OUTPUT, FEED_FORWARD, ATTENTION = "output", "ffn", "attention"
 
@@ -106,7 +107,7 @@ class Ear:
         self._hear(output[0])
 
     def _input(self, _: nn.Module, args: tuple, named: dict[str, Any]) -> None:
-        self._hear((*args, *named.values())[0])
+        self._hear(before_suffix((*args, *named.values())[0]))
 
     def _tokens(self, _: nn.Module, args: tuple, named: dict[str, Any]) -> None:
         self._hear(named.get("input_ids", args[0] if args else None))

@@ -32,6 +32,9 @@ class MaskChange:
     """(prefix,) added to the scores of those keys."""
     first: int = 0
     """Where those keys begin: behind the cached ones if a model keeps them in front."""
+    begun: torch.Tensor | None = None
+    """(batch, length) which queries are of documents that begin within the input: they see the second half of those
+    keys, the others the first, and neither half sees the other."""
     documents: torch.Tensor | None = None
     """(batch, length) number of the document of each position, the prefix's included; others are not seen."""
     bidirectional: bool = False
@@ -111,7 +114,14 @@ def _changed(
         keys = change.documents[:, None, kv_offset : kv_offset + kv_length]
         visible &= (keys == queries)[:, None]
     if not change.cross:
-        visible[:, :, in_prefix:, change.first : change.first + change.prefix] = True
+        end = change.first + change.prefix
+        visible[:, :, in_prefix:, change.first : end] = True
+        if change.begun is not None:
+            half = change.prefix // 2
+            begun = change.begun[:, None, q_offset + in_prefix : q_offset + q_length, None]
+            visible[:, :, in_prefix:, change.first : end - half] = ~begun
+            visible[:, :, in_prefix:, end - half : end] = begun
+            visible[:, :, half:in_prefix, change.first : end - half] = False
         if change.bidirectional and in_prefix:
             everything = torch.ones_like(visible[:, :, :1])
             if attention_mask is not None:

@@ -54,6 +54,16 @@ def prefix_positions(places: Places, count: int, device: torch.device) -> torch.
     return torch.full((count,), first, device=device)
 
 
+def suffix_positions(places: Places, positions: torch.Tensor, real: torch.Tensor, count: int) -> torch.Tensor:
+    """The positions (B, count) of what stands behind a sequence: on from its last real token, or that of an absolute
+    table, whose room is not used."""
+    last = (real.long() * torch.arange(real.shape[1], device=real.device)).argmax(1, keepdim=True)
+    ended = positions.expand(len(real), -1).gather(1, last)
+    if places.anatomy.positions == "absolute":
+        return ended.expand(-1, count)
+    return ended + torch.arange(1, count + 1, device=positions.device)
+
+
 def separates_documents(places: Places) -> bool:
     """Whether several documents in one row can be kept apart exactly."""
     return places.anatomy.kind == "causal" and places.positions_by_id

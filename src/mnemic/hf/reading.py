@@ -21,6 +21,8 @@ class Call:
     mask_token: Token
     outer: Call | None
     prefix: int = 0
+    suffix: int = 0
+    rows: int = 0
     positions: torch.Tensor | None = None
     xl_cache: Any = None
     mask: torch.Tensor | None = None
@@ -51,6 +53,21 @@ def prefix_being_read() -> int:
     """How many vectors stand before the input in the forward that is under way."""
     call = current.get()
     return 0 if call is None else call.prefix
+
+
+def suffix_being_read() -> int:
+    """How many vectors stand behind the input in the forward that is under way."""
+    call = current.get()
+    return 0 if call is None else call.suffix
+
+
+def before_suffix(states: torch.Tensor) -> torch.Tensor:
+    """What a module within the stack gets or gives, (B, T, d) or (B * T, d), without the vectors behind the input."""
+    call = current.get()
+    if call is None or not call.suffix:
+        return states
+    shown = states.reshape(call.rows, -1, states.shape[-1])[:, : -call.suffix]
+    return shown if states.ndim == 3 else shown.flatten(0, 1)
 
 
 def mask_being_read() -> torch.Tensor | None:

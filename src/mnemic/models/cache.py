@@ -30,11 +30,13 @@ class XLCache(Cache):
 
     Keys and values are stored without gradient. A row's tokens see cached tokens of their own document only, and
     their positions go on where the last segment stopped. Padding takes no room: in each row the invisible columns
-    stand first and fall out first. The first `prefix` inputs of a forward (memory tokens) are neither stored nor
-    counted.
+    stand first and fall out first. The first `prefix` inputs of a forward and the last `suffix` (memory tokens) are
+    neither stored nor counted; the prefix may be two `groups`, at the same positions.
     """
 
     prefix: int = 0
+    suffix: int = 0
+    groups: int = 1
 
     def __init__(self, layers: int, limit: int, batch_size: int, device: torch.device | str = "cpu") -> None:
         if limit < 1:
@@ -74,21 +76,30 @@ class XLCache(Cache):
                 f"the XL cache has {self.positions.shape[0]} rows, the input {batch}: make a new cache with "
                 f"new_cache({batch}), or repeat its rows with batch_repeat_interleave for beams"
             )
-        prefix, new = self.prefix, length - self.prefix
+        prefix, suffix, new = self.prefix, self.suffix, length - self.prefix - self.suffix
         real = self.positions.new_ones(batch, new, dtype=torch.bool)
         if attention_mask is not None:
-            real = real_tokens(attention_mask, length)[:, prefix:].expand(batch, -1)
-        starts = None if document_starts is None else document_starts[:, prefix:]
+            real = real_tokens(attention_mask, length)[:, prefix : prefix + new].expand(batch, -1)
+        starts = None if document_starts is None else document_starts[:, prefix : prefix + new]
         positions, documents = place(real, starts, self.next_position[:, None], self.document[:, None])
-        before = torch.arange(-prefix, 0, device=positions.device).expand(batch, -1)
-        queries = torch.cat([before, positions], dim=1) if position_ids is None else position_ids.expand(batch, -1)
+        group = torch.arange(-(prefix // self.groups), 0, device=positions.device)
+        before = group.repeat(self.groups).expand(batch, -1)
+        if position_ids is not None:
+            positions = position_ids.expand(batch, -1)[:, prefix : prefix + new]
+            before = position_ids.expand(batch, -1)[:, :prefix]
+        earlier = self.positions, self.documents
+        order = self._keep(positions, documents, real)
+        after = self.next_position[:, None] + torch.arange(suffix, device=positions.device)
+        queries = torch.cat([before, positions, after], dim=1)
+        around = [torch.full_like(before, EVERY), documents, self.document[:, None].expand(-1, suffix)]
         layout = Layout(
             positions=queries,
-            key_positions=torch.cat([self.positions, queries], dim=1),
-            documents=torch.cat([self.documents, torch.full_like(before, EVERY), documents], dim=1),
+            key_positions=torch.cat([earlier[0], queries], dim=1),
+            documents=torch.cat([earlier[1], *around], dim=1),
             prefix=prefix,
+            suffix=suffix,
         )
-        self.segment = Segment(self, layout, self._keep(queries[:, prefix:], documents, real))
+        self.segment = Segment(self, layout, order)
         return self.segment
 
     def _keep(self, positions: Tensor, documents: Tensor, real: Tensor) -> Tensor | None:
@@ -237,7 +248,7 @@ class Segment:
     def _kept(self, new: Tensor, past: Tensor | None) -> Tensor:
         """The columns that stay: the last `limit`, padding moved out of their way."""
         limit = self._cache.limit
-        new = new.detach()[:, :, self.layout.prefix :]
+        new = new.detach()[:, :, self.layout.prefix : new.shape[2] - self.layout.suffix]
         if self._order is None and new.shape[2] >= limit:
             return new[:, :, -limit:].clone()
         columns = new if past is None else torch.cat([past, new], dim=2)

@@ -18,6 +18,7 @@ class Layout:
     key_positions: Tensor  # (B or 1, K) positions of the keys
     documents: Tensor | None = None  # (B, K) document numbers of the keys; None: one document, no padding
     prefix: int = 0  # memory tokens among the queries, at their beginning
+    suffix: int = 0  # and at their end
     fixed: bool = (
         False  # whether memory tokens, whose positions are below 0, are as far from all tokens as from the first
     )

@@ -111,12 +111,12 @@ class Recurrence(nn.Module):
             sequence = sequence.masked_fill(past.padding.unsqueeze(2), torch.inf)
         states = recur(sequence, values[:, prefix:], weight, state, past.starts)
         before = states_before(states, state, past.starts)
-        past.keep(self.layer_idx, states[:, -1])
+        past.keep(self.layer_idx, states[:, -1 - past.layout.suffix])
         if not prefix:
             return states, before
-        nothing = torch.zeros_like(state)
-        first = recur(gates[:, :prefix], values[:, :prefix], weight, nothing)
-        return torch.cat([first, states], dim=1), torch.cat([states_before(first, nothing, None), before], dim=1)
+        nothing, starts = torch.zeros_like(state), past.prefix_starts()
+        first = recur(gates[:, :prefix], values[:, :prefix], weight, nothing, starts)
+        return torch.cat([first, states], dim=1), torch.cat([states_before(first, nothing, starts), before], dim=1)
 
 
 class SRUBlock(GradientCheckpointingLayer):
@@ -219,11 +219,12 @@ class MnemicSRUModel(MnemicDecoderModel):
             return _begin(cache, embeds, attention_mask, document_starts)
         if document_starts is None:
             document_starts = (position_ids == 0).expand(embeds.shape[0], -1)
-        cache.prefix = int((position_ids[0] < 0).sum())
+        before = position_ids[0, position_ids[0] < 0]
+        cache.prefix, cache.groups = len(before), 1 + int((before.diff() < 0).sum())
         try:
             return _begin(cache, embeds, attention_mask, document_starts)
         finally:
-            cache.prefix = 0
+            cache.prefix, cache.groups = 0, 1
 
     def new_cache(self, batch_size: int) -> SRUCache:
         """An empty cache of states and of `xl_length` tokens for a batch of that many rows."""

@@ -92,6 +92,12 @@ class SRUSegment:
         padding = padding[:, prefix:]
         return (padding if padding.any() else None), (starts if starts is not None and starts.any() else None)
 
+    def prefix_starts(self) -> Tensor | None:
+        """Where a second group of memory tokens begins, (B, prefix), after which positions rise anew; None if none."""
+        again = self.layout.positions[:, : self.layout.prefix].diff(dim=1) < 0
+        starts = torch.nn.functional.pad(again, (1, 0))
+        return starts.expand(len(self._cache.positions), -1) if again.any() else None
+
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """The cached and the new keys and values of a layer."""
         return self._attention.update(keys, values, layer_idx)

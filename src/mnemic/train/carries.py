@@ -27,6 +27,12 @@ class Carry:
         for part in self._parts().values():
             part.batch_select_indices(indices)
 
+    def detach(self) -> None:
+        """Cuts the graph: no gradient goes back beyond this point through what is carried."""
+        for state in self.states.values():
+            if hasattr(state, "detach"):  # others keep nothing with a gradient
+                state.detach()
+
     def tensors(self) -> Tensors:
         """All of it, by part and name."""
         return {f"{part}.{name}": t for part, held in self._parts().items() for name, t in held.tensors().items()}

@@ -47,6 +47,11 @@ class TrainConfig(Config):
         "tokens in a row of a batch; translating, a batch has as many rows as make batch_size x segment_length tokens; "
         "in a task, to how many an example is cut",
     )
+    segments: int = option(
+        1,
+        "consecutive segments that each row reads in a step; the gradient goes back through what a recurrent memory "
+        "carries from one to the next, and no further (truncated back-propagation through time)",
+    )
     stride: int = option(128, "tokens by which windows move on over a text with the answer to a question; spans only")
     batching: Literal["documents", "consecutive", "similar", "shuffled"] = option(
         "documents",
@@ -93,6 +98,7 @@ class TrainConfig(Config):
             "steps",
             "batch_size",
             "segment_length",
+            "segments",
             "stride",
             "accumulate",
             "checkpoint_every",
@@ -110,6 +116,8 @@ class TrainConfig(Config):
                 f"TrainConfig.consecutive = {self.consecutive} does not divide the "
                 f"{self.batch_size // self.accumulate} rows that are read at once"
             )
+        if self.segments > 1 and self.batching != "documents":
+            raise UsageError(f"TrainConfig.segments = {self.segments} needs batching = 'documents'")
         if not 0 <= self.label_smoothing < 1:
             raise UsageError(f"TrainConfig.label_smoothing = {self.label_smoothing}: expected 0 or more, below 1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -95,6 +95,11 @@ class Loop:
         set_seed(config.seed, device_specific=True)
         check_length(model, config.segment_length, "segment_length")
         self.objective = make_objective(config.objective, model, tokenizer, config.seed, config.label_smoothing)
+        if config.segments > 1 and self.objective.kind != "causal":
+            raise UsageError(
+                f"segments = {config.segments}: a {self.objective.kind} model does not read documents on from segment "
+                "to segment, leave it at 1"
+            )
         if self.objective.memory is not None:
             self.objective.memory.check_training(config, self.objective.kind)
         self.parameters = select_trainable(model, config)
@@ -176,9 +181,21 @@ class Loop:
     def loss(self, piece: Batch, carry: Any) -> tuple[torch.Tensor, int]:
         """The objective's loss in the configured precision."""
         device = self.accelerator.device
+        piece = {name: tensor.to(device) for name, tensor in piece.items()}
         # torch's own autocast: accelerate's is a setting of the whole process, which a second run could not change
         with torch.autocast(device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            return self.objective.loss({name: tensor.to(device) for name, tensor in piece.items()}, carry)
+            found = [self.objective.loss(segment, carry) for segment in self.segments(piece)]
+        if carry is not None:
+            carry.detach()
+        return torch.stack([loss for loss, _ in found]).sum(), sum(count for _, count in found)
+
+    def segments(self, piece: Batch) -> list[Batch]:
+        """The consecutive segments of a piece of a batch."""
+        count, length = self.config.segments, self.config.segment_length
+        if count == 1:
+            return [piece]
+        cuts = [slice(begin, begin + length) for begin in range(0, length * count, length)]
+        return [{name: tensor[:, cut] for name, tensor in piece.items()} for cut in cuts]
 
     def pieces(self, batch: Batch) -> Iterator[Batch]:
         """The batch cut into `accumulate` pieces of equally many rows."""
@@ -210,7 +227,7 @@ class Loop:
         options: dict[str, Any] = {"seed": config.seed, "rank": processes.rank, "world_size": processes.count}
         if epochs is not None or config.batching == "documents":
             options |= {"shuffle": epochs is None, "epochs": epochs}
-            return self.objective.stream(tokens, self.rows, config.segment_length, **options)
+            return self.objective.stream(tokens, self.rows, config.segment_length * config.segments, **options)
         self.objective.check_batching(config.batching)
         if config.batching == "consecutive":
             return ConsecutiveSegments(tokens, self.rows, config.segment_length, config.consecutive, **options)

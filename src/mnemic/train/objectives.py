@@ -144,6 +144,8 @@ class NextToken(Objective):
             inputs["use_cache"] = False
         if self.memory is not None:
             inputs |= {"streams": batch.get("streams"), "memory_state": carry.states if carry is not None else None}
+            if carry is not None:  # also where the model itself cannot keep documents apart
+                inputs["document_starts"] = batch["document_starts"]
         starts = batch["document_starts"]
         if self.needs_help and starts[:, 1:].any():
             with documents_apart(self.model, starts):

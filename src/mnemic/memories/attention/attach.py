@@ -17,16 +17,17 @@ from mnemic.hf.attention import AttentionHook, Heads, probe
 from mnemic.hf.entrance import Entrance
 from mnemic.hf.losses import IGNORED
 from mnemic.hf.positions import positions
-from mnemic.hf.reading import prefix_being_read, starts_being_read
+from mnemic.hf.reading import prefix_being_read, starts_being_read, suffix_being_read
 from mnemic.hf.xl import new_xl_cache
 from mnemic.memories.attention import layer as mathematics
 from mnemic.memories.attention.config import KNNAttention
-from mnemic.memories.attention.contexts import Within
 from mnemic.memories.attention.layer import MemoryMix, unit
-from mnemic.memories.attention.reading import Forward, check_tokens, tokens_that_are_real
+from mnemic.memories.attention.reading import Forward, tokens_that_are_real
 from mnemic.memories.attention.rooms import Rooms
 from mnemic.memories.attention.state import State
 from mnemic.memories.base import Handle, Reading
+from mnemic.memories.texts import check_tokens, evaluating, pieces
+from mnemic.memories.within import Within
 
 PENDING = 8  # forwards at most whose gradient may still come
 NO_BACKWARD = -1  # the number of the backward pass under way, if there is none
@@ -142,20 +143,14 @@ class Attached(Handle):
                 "read() goes on with as many texts as it has read so far: reset() the memory to begin anew"
             )
         segment_length = min(segment_length, positions(stack) or segment_length)
-        training = stack.training
-        stack.eval()
-        try:
+        with evaluating(stack):
             state = self.shared or self._empty(len(input_ids))
-            for begin in range(0, input_ids.shape[1], segment_length):
-                piece = slice(begin, begin + segment_length)
-                real = None if mask is None else mask[:, piece]
+            for ids, real in pieces(input_ids, mask, segment_length):
                 call = Forward(state, real=None if real is None else real.bool())
                 with self._reading(call):
-                    stack(input_ids=input_ids[:, piece], attention_mask=real, **self._places_of(real))
+                    stack(input_ids=ids, attention_mask=real, **self._places_of(real))
                 call.commit()
             self.shared = state
-        finally:
-            stack.train(training)
 
     def _places_of(self, real: Tensor | None) -> dict[str, Tensor]:
         """The positions of tokens beside padding, where a model would count the padding too."""
@@ -331,7 +326,7 @@ class Attached(Handle):
             return local, weights
         if index not in call.new:
             call.new[index] = keys, heads.own_values().detach()
-            call.prefix, call.heads = prefix_being_read(), query.shape[1]
+            call.prefix, call.suffix, call.heads = prefix_being_read(), suffix_being_read(), query.shape[1]
         own = compared(heads.own_queries())
         if self.config.dense:
             found = call.all(index, own * scale)

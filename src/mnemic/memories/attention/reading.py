@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mnemic.errors import UsageError
 from mnemic.memories.attention import layer
 from mnemic.memories.attention.search import MISSING
 from mnemic.memories.attention.state import State
@@ -34,7 +33,8 @@ class Forward:
     real: Tensor | None = None  # no padding
     held: list[int] | None = None  # how many of each row's last pairs the context holds
     overlap: Tensor | None = None  # (B,): how many of the first tokens were read before
-    prefix: int = 0  # vectors before the tokens, which are not read
+    prefix: int = 0  # vectors before the tokens, which are not read,
+    suffix: int = 0  # nor those behind them
     heads: int = 0  # of the queries
     new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     found: dict[int, list[Found]] = field(default_factory=dict)
@@ -107,6 +107,7 @@ class Forward:
         """Which of the queries (B, heads in a group * tokens) belong to a document that began in this forward."""
         begun = self.starts.long().cumsum(1) > 0  # type: ignore[union-attr]
         begun = torch.nn.functional.pad(begun, (self.prefix, 0))
+        begun = torch.cat([begun, begun[:, -1:].expand(-1, self.suffix)], 1)
         return begun.repeat(1, queries // begun.shape[1])
 
     def _kv_heads(self, index: int) -> int:
@@ -129,11 +130,15 @@ class Forward:
             seen["numbers"].append(first.numbers.reshape(*asked.shape[1:3], k))
             seen["weights"].append(weights.reshape(*asked.shape[1:3], k))
             seen["shares"].append(self.shares[index][0])
-        return {name: torch.stack(parts)[:, :, self.prefix :].cpu() for name, parts in seen.items()}
+        return {name: self._of_tokens(torch.stack(parts)).cpu() for name, parts in seen.items()}
+
+    def _of_tokens(self, states: Tensor) -> Tensor:
+        """What is known of tokens alone, from (.., .., T, ..) of all that was read."""
+        return states[:, :, self.prefix : states.shape[2] - self.suffix]
 
     def pairs_by_token(self) -> Tensor:
         """The keys and values of all layers and heads, of each token: (B, T, width)."""
-        pairs = [states[:, :, self.prefix :] for index in sorted(self.new) for states in self.new[index]]
+        pairs = [self._of_tokens(states) for index in sorted(self.new) for states in self.new[index]]
         return torch.cat([states.transpose(1, 2).flatten(2) for states in pairs], 2)
 
     def commit(self) -> None:
@@ -141,7 +146,7 @@ class Forward:
         if self.state is None:
             return
         for index, (keys, values) in self.new.items():
-            keys, values = keys[:, :, self.prefix :], values[:, :, self.prefix :]
+            keys, values = self._of_tokens(keys), self._of_tokens(values)
             kept = torch.ones(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device)
             if self.real is not None:
                 kept &= self.real[:, -keys.shape[2] :]
@@ -163,15 +168,6 @@ def _folded(queries: Tensor, kv_heads: int) -> Tensor:
 def _unfolded(shape: torch.Size, memory: Tensor, mass: Tensor, there: Tensor) -> Attended:
     """What folded queries took, by head again."""
     return memory.reshape(shape), mass.reshape(shape[:3]), there.reshape(shape[:3])
-
-
-def check_tokens(input_ids: Any, mask: Any) -> None:
-    """UsageError if these are not tokens of texts, (B, T), and a mask of their shape."""
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
-        what = f"a tensor {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise UsageError(f"read() takes a tensor of token ids (texts, tokens), not {what}")
-    if mask is not None and getattr(mask, "shape", None) != input_ids.shape:
-        raise UsageError(f"the mask of read() has one number for each token: expected {tuple(input_ids.shape)}")
 
 
 def tokens_that_are_real(inputs: dict[str, Any], cache: Any) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -13,13 +14,29 @@ from torch import nn
 
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Places
-from mnemic.hf.entrance import Entrance, Prefix
-from mnemic.memories.base import Handle
+from mnemic.hf.entrance import Entrance
+from mnemic.hf.positions import positions, separates_documents
+from mnemic.hf.prefix import Prefix, Vectors
+from mnemic.memories.base import Handle, Reading
+from mnemic.memories.texts import check_tokens, evaluating, pieces
 from mnemic.memories.tokens.blocks import BottleneckBlock, ControlledBlock
 from mnemic.memories.tokens.config import BOTTLENECKS, MemoryTokens
 from mnemic.memories.tokens.layer import MemoryController, MemoryTokenLayer, PooledHead
 from mnemic.memories.tokens.pooling import keep, labelled, new_head
+from mnemic.memories.tokens.recurrence import Carried
+from mnemic.memories.within import Within
 from mnemic.models.blocks import Block
+
+_segment = Within["Segment"]("segment")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment that is being read into recurrent memory tokens: the rows' memory, and what the stack is not told."""
+
+    state: Carried
+    real: torch.Tensor | None = None  # (B, T), no padding
+    starts: torch.Tensor | None = None  # (B, T), where documents start, for models that cannot keep them apart
 
 
 class Attached(Handle):
@@ -40,6 +57,7 @@ class Attached(Handle):
         if self.decoder_layer is not None:
             self.decoder_layer.redraw()
         self.entrance = entrance
+        self.shared: Carried | None = None  # what `read` has read, for all to look into
         self._blocks: list[ControlledBlock] | list[BottleneckBlock] = []
 
     @classmethod
@@ -54,8 +72,10 @@ class Attached(Handle):
                 f"{type(places.stack).__name__} does not take fixed positions of memory tokens: they are for mnemic's "
                 "decoder with position = 't5' or 'xl', leave positions at 'relative'"
             )
+        if config.carried:
+            check_recurrent(places)
         inputs = places.sample_inputs()
-        layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated)
+        layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated, config.carried)
         handle = cls(config, layer.to(inputs.device), entrance, new_head(places) if config.pool else None)
         if config.variant != "plain":
             handle._control(places, inputs.device)
@@ -89,10 +109,10 @@ class Attached(Handle):
         if self.config.place != "decoder":
             by_key = self.config.variant in BOTTLENECKS
             fixed = self.config.positions == "fixed"
-            prefix = Prefix(rows=self._rows, bias=self._bias, by_key=by_key, outputs=keep, fixed=fixed)
+            prefix = Prefix(self._rows, self._bias, by_key, outputs=keep, written=self._written, fixed=fixed)
             self.entrance.prefix = prefix if on else None
         if self.config.place != "encoder":
-            prefix = Prefix(rows=self._decoder_rows, bias=self._decoder_bias)
+            prefix = Prefix(self._decoder_rows, self._decoder_bias)
             self.entrance.of_decoder().prefix = prefix if on else None
         for block in self._blocks:
             block.switch(on)
@@ -101,12 +121,12 @@ class Attached(Handle):
         settings = {name: value for name, value in settings.items() if value != getattr(self.config, name)}
         if not settings:
             return
-        if fixed := sorted(settings.keys() - {"count"}):
+        if fixed := sorted(settings.keys() - {"count", "segment"}):
             raise UsageError(
                 f"the memory tokens have learned with {fixed[0]} = {getattr(self.config, fixed[0])!r}: only their "
-                "count can be changed, or detach() them"
+                "count and segment can be changed, or detach() them"
             )
-        self.config = dataclasses.replace(self.config, **settings)
+        self.config, self.shared = dataclasses.replace(self.config, **settings), None
         self.layer.resize(self.config.count)
         if self.decoder_layer is not None:
             self.decoder_layer.resize(self.config.count)
@@ -136,19 +156,108 @@ class Attached(Handle):
         head = [parameter for module in replaced or () for parameter in module.parameters()]
         return head + [parameter for block in self._blocks for parameter in block.unused()]
 
+    # From segment to segment
+
+    def new_state(self, rows: int) -> Carried | None:
+        return Carried(rows, self.layer()) if self.config.carried else None
+
+    def check_training(self, config: Any, kind: str) -> None:
+        if not self.config.carried:
+            return
+        if config.batching != "documents":
+            raise UsageError(
+                f"batching = {config.batching!r} leaves recurrent memory tokens without the past of their documents: "
+                "train with batching = documents, in which each row reads one on from batch to batch"
+            )
+        self.config = dataclasses.replace(self.config, segment=config.segment_length)
+
+    def run(self, forward: Callable[..., Any], inputs: dict[str, Any], reading: Reading) -> Any:
+        state = (reading.state or {}).get("tokens")
+        if state is None or self.entrance.prefix is None:
+            return forward(**inputs)
+        apart = separates_documents(self.entrance.places)
+        mask = inputs.get("attention_mask")
+        with _segment.being(self, Segment(state, mask, None if apart else reading.document_starts)):
+            return forward(**inputs | ({} if "past_key_values" in inputs else {"use_cache": False}))
+
+    @torch.no_grad()
+    def read(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        if not self.config.carried:
+            return
+        if self.entrance.prefix is None:
+            raise UsageError("a memory that is disabled reads nothing: read() outside of disabled()")
+        check_tokens(input_ids, mask)
+        if self.shared is not None and len(input_ids) != len(self.shared):
+            raise UsageError(
+                "read() goes on with as many texts as it has read so far: reset() the memory to begin anew"
+            )
+        places = self.entrance.places
+        stack, state = places.stack, self.shared or Carried(len(input_ids), self.layer())
+        length = min(self.config.segment, positions(stack) or self.config.segment)
+        with evaluating(stack):
+            for ids, real in pieces(input_ids, mask, length):
+                given = {}
+                if real is not None and places.positions_by_id:
+                    given["position_ids"] = (real.long().cumsum(1) - 1).clamp(min=0)
+                with _segment.being(self, Segment(state, real)):
+                    stack(input_ids=ids, attention_mask=real, use_cache=False, **given)
+        self.shared = state
+
+    def reset(self) -> None:
+        self.shared = None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {} if self.shared is None else self.shared.tensors()
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.shared = None
+        if state:
+            self.shared = Carried(len(state["begun"]), self.layer())
+            self.shared.load_tensors(state)
+
+    def _memory(self, state: Carried) -> torch.Tensor:
+        """The memory (B, m, d) that the rows of a state have now."""
+        return torch.where(state.begun[:, None, None], self.layer.following(state.written), self.layer())
+
+    def _written(self, states: torch.Tensor) -> None:
+        """Takes what the stack gives for the memory behind a segment."""
+        segment: Any = _segment.get(self)
+        read = None if segment.real is None else segment.real.bool().any(1)
+        ended = None if segment.starts is None else segment.starts[:, 1:].any(1)
+        segment.state.write(states, read, ended)
+
     # The layer is looked up at each call: PEFT puts another in its place.
 
-    def _rows(self) -> torch.Tensor:
-        return self.layer()
+    def _rows(self, batch: int, starts: torch.Tensor | None) -> Vectors:
+        segment, new = _segment.get(self), self.layer()
+        if segment is None:
+            return Vectors(new if self.shared is None else self._memory(self.shared.shared_by(batch)))
+        memory = self._memory(segment.state)
+        starts = starts if segment.starts is None else segment.starts[:, :1]
+        if starts is None:
+            return Vectors(memory, after=memory)
+        last = torch.where(starts.any(1)[:, None, None], new, memory)
+        if starts[:, 1:].any():
+            return Vectors(memory, begun=new, after=last)
+        return Vectors(last, after=last)
 
     def _bias(self) -> torch.Tensor | None:
         return self.layer.bias()
 
-    def _decoder_rows(self) -> torch.Tensor:
-        return (self.decoder_layer or self.layer)()
+    def _decoder_rows(self, batch: int, starts: torch.Tensor | None) -> Vectors:
+        return Vectors((self.decoder_layer or self.layer)())
 
     def _decoder_bias(self) -> torch.Tensor | None:
         return (self.decoder_layer or self.layer).bias()
+
+
+def check_recurrent(places: Places) -> None:
+    """UnsupportedModel if what a memory writes cannot go from segment to segment."""
+    if places.anatomy.kind != "causal":
+        raise UnsupportedModel(
+            f"{type(places.stack).__name__} is not causal: recurrent memory tokens go from segment to segment of what "
+            "a decoder reads, leave carried at false"
+        )
 
 
 def controlled(config: MemoryTokens, places: Places) -> list[nn.Module]:

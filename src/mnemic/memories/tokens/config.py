@@ -20,6 +20,7 @@ class MemoryTokens(MemoryConfig):
     MemTransformer, in any model:                   MemoryTokens(count=10)
     MemCtrl, the memory with layers of its own:     MemoryTokens.control(count=20)
     MemBottleneck, the sequence reads nothing else: MemoryTokens.bottleneck(count=20)
+    Recurrent, on from segment to segment:          MemoryTokens.recurrent(count=10)
     """
 
     starts: ClassVar[dict[str, dict[str, Any]]] = {
@@ -27,6 +28,7 @@ class MemoryTokens(MemoryConfig):
         "control_shared": {"variant": "control-shared"},
         "bottleneck": {"variant": "bottleneck"},
         "bottleneck_skip": {"variant": "bottleneck-skip"},
+        "recurrent": {"carried": True},
     }
 
     count: int = option(
@@ -57,9 +59,21 @@ class MemoryTokens(MemoryConfig):
         "by [CLS] (the paper's +pool); for encoders with a head for sequence classification",
     )
 
+    carried: bool = option(
+        False,
+        "what the memory has read of a segment goes before the next segment of the document (recurrent memory): [mem] "
+        "tokens behind the segment read all of it; in causal models, with variant = plain",
+    )
+
+    segment: int = option(
+        128, "if carried: how many tokens memory.read takes at a time; training sets it to its own segment_length"
+    )
+
     def check(self) -> None:
         if self.count < 0:
             raise UsageError(f"MemoryTokens.count = {self.count}: expected 0 or more")
+        if self.segment < 1:
+            raise UsageError(f"MemoryTokens.segment = {self.segment}: expected 1 or more")
         if self.variant != "plain" and self.place != "encoder":
             raise UsageError(
                 f"MemoryTokens.place = {self.place!r}: layers of the memory's own (variant = {self.variant!r}) are for "
@@ -75,6 +89,12 @@ class MemoryTokens(MemoryConfig):
         if self.variant in BOTTLENECKS and not self.count:
             raise UsageError(
                 "MemoryTokens.count = 0: a bottleneck has nothing but the memory to read, leave at least one token"
+            )
+
+        if self.carried and (self.variant != "plain" or self.place != "encoder" or self.pool or not self.count):
+            raise UsageError(
+                "MemoryTokens.carried = true is for causal models, whose own layers write the memory: leave variant at "
+                "'plain', place at 'encoder' and pool at false, and at least one token"
             )
 
     @classmethod
@@ -98,6 +118,11 @@ class MemoryTokens(MemoryConfig):
         return cls(**cls.starts["bottleneck_skip"] | settings)
 
     @classmethod
+    def recurrent(cls, **settings: object) -> Self:
+        """A memory that goes from segment to segment of a document, in causal models."""
+        return cls(**cls.starts["recurrent"] | settings)
+
+    @classmethod
     def small(cls, layers: int) -> Self:
         return cls(count=4)
 
@@ -111,6 +136,8 @@ class MemoryTokens(MemoryConfig):
             "place": "encoder",
             "positions": "relative",
             "variant": "plain",
+            "carried": False,
+            "segment": 128,
         }  # as it was before there was a choice, in stores of that time
         known = {name: value for name, value in self.to_dict().items() if name != "pool"}
         return {name: value for name, value in known.items() if usual.get(name) != value}

@@ -14,7 +14,7 @@ class Within(Generic[Value]):
     """A value of a memory, by the object that it is of."""
 
     def __init__(self, name: str) -> None:
-        self._values: ContextVar[dict[int, Value]] = ContextVar(f"mnemic_attention_{name}")
+        self._values: ContextVar[dict[int, Value]] = ContextVar(f"mnemic_{name}")
 
     def get(self, owner: Any) -> Value | None:
         """The value, or None if there is none."""
