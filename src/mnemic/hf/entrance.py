@@ -9,9 +9,7 @@ suffix) read all of it, go on from the last token's position in the same way, an
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from transformers import DynamicCache
 
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf import masks, reading
-from mnemic.hf.anatomy import Places, find
+from mnemic.hf.anatomy import Places
 from mnemic.hf.caches import pin
 from mnemic.hf.positions import prefix_positions, separates_documents, sequence_positions, suffix_positions
 from mnemic.hf.prefix import Prefix, Vectors
@@ -273,17 +271,23 @@ class Entrance:
         bias = self._bias(prefix, device)
         if bias is None and starts is None and not (prefix and self._slides):
             return None
-        documents = None
+        documents, behind = None, 0 if rows is None else rows.behind
         if starts is not None:
             if past:
                 raise UsageError("document_starts needs an empty KV cache: begin with a new one at each segment")
             numbers = starts.cumsum(1)
-            behind = numbers[:, -1:].expand(-1, 0 if rows is None else rows.behind)
-            documents = torch.cat([numbers.new_full((batch, prefix), -1), numbers, behind], dim=1)
+            last = numbers[:, -1:].expand(-1, behind)
+            documents = torch.cat([numbers.new_full((batch, prefix), -1), numbers, last], dim=1)
         begun = documents > 0 if documents is not None and rows is not None and rows.begun is not None else None
         bidirectional = self.places.anatomy.kind != "causal"
         return masks.MaskChange(
-            self.places.stack.config, prefix, bias, begun=begun, documents=documents, bidirectional=bidirectional
+            self.places.stack.config,
+            prefix,
+            bias,
+            begun=begun,
+            suffix=behind if self._slides else 0,
+            documents=documents,
+            bidirectional=bidirectional,
         )
 
     def _bias(self, prefix: int, device: torch.device) -> torch.Tensor | None:
@@ -329,25 +333,6 @@ class Entrance:
     def _leave_decoder(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         self._end()
         return output
-
-
-@contextlib.contextmanager
-def documents_apart(model: Any, document_starts: torch.Tensor) -> Iterator[None]:
-    """Within this context the forward of a plain model of a known architecture keeps the documents of a row apart."""
-    entrance = Entrance(find(model))
-    try:
-        with reading.reading(document_starts):
-            yield
-    finally:
-        entrance.remove()
-
-
-def can_separate_documents(model: Any) -> bool:
-    """Whether `documents_apart` can be used with a model."""
-    try:
-        return separates_documents(find(model))
-    except UnsupportedModel:
-        return False
 
 
 def _slides(config: Any) -> bool:

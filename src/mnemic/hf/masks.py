@@ -35,6 +35,8 @@ class MaskChange:
     begun: torch.Tensor | None = None
     """(batch, length) which queries are of documents that begin within the input: they see the second half of those
     keys, the others the first, and neither half sees the other."""
+    suffix: int = 0
+    """So many queries at the end see all that comes before them, whatever the window."""
     documents: torch.Tensor | None = None
     """(batch, length) number of the document of each position, the prefix's included; others are not seen."""
     bidirectional: bool = False
@@ -109,6 +111,11 @@ def _changed(
     """The additive mask (batch, 1, q, kv) with the change in it."""
     visible = (mask if mask.dtype == torch.bool else mask == 0).expand(-1, -1, q_length, kv_length).clone()
     in_prefix = max(change.prefix - q_offset, 0)  # how many of the queries belong to the prefix
+    if change.suffix:
+        before = torch.ones_like(visible[:, :, -change.suffix :]).tril(kv_length - change.suffix)
+        if attention_mask is not None:
+            before &= attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
+        visible[:, :, -change.suffix :] = before
     if change.documents is not None:
         queries = change.documents[:, q_offset : q_offset + q_length, None]
         keys = change.documents[:, None, kv_offset : kv_offset + kv_length]

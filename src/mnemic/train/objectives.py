@@ -17,7 +17,7 @@ from mnemic.augment import AugmentedModel
 from mnemic.data import DocumentStreams, TokenizedCorpus, tokenize_corpus
 from mnemic.data.tasks import Task
 from mnemic.errors import UsageError
-from mnemic.hf.entrance import can_separate_documents, documents_apart
+from mnemic.hf.documents import can_separate_documents, documents_apart
 from mnemic.hf.losses import IGNORED, masked_token_losses, token_losses
 from mnemic.hf.positions import positions
 from mnemic.train.carries import Carry
