@@ -38,7 +38,8 @@ from mnemic.train.report import commit
 from mnemic.train.terminal import no_other_bars
 
 THEIRS, MASKED = "transformers:", "masked:"
-LATER = {"values_rate": 10.0, "stride": 128, "segments": 1}  # settings that came after names were given, and what they were before
+# Settings that came after names were given, and what they were before
+LATER = {"values_rate": 10.0, "stride": 128, "segments": 1}
 HOW_OFTEN = ("out", "resume", "checkpoint_every", "keep", "log_every", "trackers")  # changes nothing in a model
 
 

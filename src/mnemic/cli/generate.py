@@ -65,7 +65,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a text that the model's attention memory reads first, however long; may be given several times",
+        help="a text that the model's memory reads first, however long: attention memory, recurrent memory tokens; "
+        "may be given several times",
     )
     parser.add_argument("--no-memory", action="store_true", help="switch the model's memories off")
     parser.add_argument(
@@ -124,14 +125,17 @@ def memories_of(model: Any) -> list[str]:
 
 
 def read_file(model: Any, tokenizer: Any, path: str) -> None:
-    """Lets the attention memory of a model read a file."""
+    """Lets the memories of a model read a file."""
     import torch
 
     from mnemic.cli.loading import read_text
     from mnemic.data.encoding import start_and_end
 
-    if not hasattr(getattr(model, "memory", None), "attention"):
-        raise UsageError("--read is for a model with an attention memory, which keeps what was read: see KNNAttention")
+    memory = getattr(model, "memory", None)
+    if not hasattr(memory, "attention") and getattr(memory, "segment", None) is None:
+        raise UsageError(
+            "--read is for a model with a memory that keeps what was read: see KNNAttention and MemoryTokens.recurrent"
+        )
     start, _ = start_and_end(tokenizer)
     ids = tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"]
     model.memory.read(torch.tensor([[start, *ids]], device=model.device))
@@ -195,9 +199,10 @@ def continue_text(model: Any, tokenizer: Any, prompt: str, decoding: dict[str, A
 
 @contextlib.contextmanager
 def far_back(model: Any, ids: Any, decoding: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The part of a long prompt that a model reads at once; with an attention memory, which reads the rest before.
+    """The part of a long prompt that a model reads at once; with a memory, which reads the rest before.
 
-    Where that is switched off, the model has the same part and nothing of the rest.
+    Recurrent memory tokens read whole segments, an attention memory what the model has no room for. Where memories are
+    switched off, the model has the same part and nothing of the rest.
     """
     memory: Any = getattr(model, "memory", None)
     if getattr(memory or model.config, "xl_length", 0):
@@ -205,18 +210,20 @@ def far_back(model: Any, ids: Any, decoding: dict[str, Any]) -> Iterator[tuple[A
         return
     room = getattr(model.config, "max_position_embeddings", None) or ids.shape[1] + decoding["max_new_tokens"]
     room -= decoding["max_new_tokens"]
-    if ids.shape[1] <= room or room < 1 or not hasattr(memory, "attention"):
+    if (segment := getattr(memory, "segment", None)) is not None:
+        room = min(room, (ids.shape[1] - 1) % segment + 1)
+    if ids.shape[1] <= room or room < 1 or not (segment or hasattr(memory, "attention")):
         yield ids, decoding
         return
     if not memory.enabled:
         yield ids[:, -room:], decoding
         return
-    before = memory.attention.state()
+    before = memory.state()
     memory.read(ids[:, :-room])
     try:
         yield ids[:, -room:], decoding
     finally:
-        memory.attention.load_state(before)
+        memory.load_state(before)
 
 
 def translate(model: Any, tokenizer: Any, prompt: str, decoding: dict[str, Any]) -> list[int]:

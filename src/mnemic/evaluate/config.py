@@ -34,7 +34,9 @@ class EvaluateConfig(Config):
     )
     split: str = option("valid", "the part of the corpus to measure on: train, valid, test or all")
     window: int | None = option(
-        None, "tokens that the model reads at once; unset: 512, of an example in a task 128, with a question 384"
+        None,
+        "tokens that the model reads at once; unset: 512, with recurrent memory tokens their segment, of an example in "
+        "a task 128, with a question 384",
     )
     stride: int | None = option(
         None,

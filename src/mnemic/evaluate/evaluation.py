@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mnemic.augment import AugmentedModel
 from mnemic.data import Document, TokenizedCorpus, open_corpus, tokenize_corpus
 from mnemic.data.pair_batches import tokenize_pairs
 from mnemic.data.tasks import Task
@@ -36,6 +38,8 @@ def evaluate(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig | N
         raise UsageError("give evaluate either an EvaluateConfig or options by name, not both")
     config = config or EvaluateConfig.from_dict(options)
     corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
+    if config.window is None and isinstance(model, AugmentedModel):
+        config = dataclasses.replace(config, window=model.memory.segment)
     text = text_of(model, tokenizer, corpus, config)
     usual = USUAL[model_kind(model)]
     metrics = [usual if metric == "auto" else metric for metric in config.metrics]

@@ -92,8 +92,16 @@ class Handle(nn.Module):
         losses, _, outputs = masses(**reading.inputs)
         return losses, outputs
 
+    @property
+    def segment(self) -> int | None:
+        """How many tokens of a text it was made to read at a time; None: as many as the model has room for."""
+        return None
+
     def new_state(self, rows: int) -> Any:
-        """What goes from segment to segment in each row of a batch, empty; None where nothing does."""
+        """What goes from segment to segment in each row of a batch, empty; None where nothing does.
+
+        It has `batch_select_indices`, `tensors` and `load_tensors`; one through which gradients go back, `detach`.
+        """
         return None
 
     def state_bytes(self, rows: int) -> int:

@@ -130,6 +130,11 @@ class Memory(nn.Module):
             return own
         return max((config.cached for config in self.configs), default=0)
 
+    @property
+    def segment(self) -> int | None:
+        """How many tokens of a text the model is to read at a time, if a memory was made for that."""
+        return min((handle.segment for handle in self.handles.values() if handle.segment), default=None)
+
     def new_cache(self, rows: int) -> Any:
         """An empty XL cache for so many rows."""
         (model,) = self._owner

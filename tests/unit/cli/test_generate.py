@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import mnemic
 from mnemic.cli import main
-from mnemic.cli.generate import SAME, read_file, to_text
+from mnemic.cli.generate import SAME, far_back, read_file, to_text
 from mnemic.cli.loading import load_model
 from mnemic.data import Document, train_tokenizer
 from mnemic.data.encoding import start_and_end
@@ -202,11 +202,31 @@ def test_a_text_is_read_before_the_prompt_is_continued(reader: Path, tmp_path: P
     assert output(capsys, "generate", reader, PROMPT * 60, "--no-memory").startswith(PROMPT * 60)
 
 
-def test_reading_needs_an_attention_memory_and_a_text(plain: Path, reader: Path, tmp_path: Path, capsys: Any) -> None:
+def test_recurrent_memory_tokens_read_whole_segments_before_the_last(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "recurrent"
+    assert train(corpus, out, "--memory", "tokens.recurrent:count=3", "--model", DECODER, "--segments", "2") == 0
+    model, tokenizer = load_model(str(out))
+    segment = model.memory.segment
+    ids = torch.tensor([tokenizer(PROMPT * 20).input_ids])
+    with far_back(model, ids, {"max_new_tokens": 5}) as (rest, _):
+        whole, last = divmod(ids.shape[1] - 1, segment)
+        assert torch.equal(rest, ids[:, whole * segment :])
+        assert rest.shape[1] == last + 1
+        assert model.memory.tokens.shared is not None
+    assert model.memory.tokens.shared is None
+    (tmp_path / "long.txt").write_text((PROMPT + ANSWER + " ") * 30)
+    common = ["generate", out, PROMPT, "--greedy", "--max-new-tokens", 10]
+    assert output(capsys, *common, "--read", tmp_path / "long.txt").startswith(PROMPT)
+    assert output(capsys, "generate", out, PROMPT * 60, "--no-memory").startswith(PROMPT * 60)
+
+
+def test_reading_needs_a_memory_that_keeps_it_and_a_text(
+    plain: Path, reader: Path, tmp_path: Path, capsys: Any
+) -> None:
     (tmp_path / "text.txt").write_text("a text")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfa")
     text = ["--read", tmp_path / "text.txt"]
-    fails(capsys, 2, "with an attention memory", arguments=["generate", plain, "a", *text])
+    fails(capsys, 2, "with a memory that keeps what was read", arguments=["generate", plain, "a", *text])
     for path in ("missing.txt", "bytes"):
         text = ["--read", tmp_path / path]
         fails(capsys, 2, "give a file of UTF-8 text", arguments=["generate", reader, "a", *text])

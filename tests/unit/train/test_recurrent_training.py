@@ -16,22 +16,6 @@ from mnemic.train.loop import Loop
 from tests.unit.train.test_resume import Stop, stop_at
 
 WORDS = "a memory keeps what was read and gives it back when it is asked for".split()  # noqa: SIM905
-    "a",
-    "memory",
-    "keeps",
-    "what",
-    "was",
-    "read",
-    "and",
-    "gives",
-    "it",
-    "back",
-    "when",
-    "it",
-    "is",
-    "asked",
-    "for",
-]
 
 
 @pytest.fixture

@@ -158,6 +158,10 @@ class Attached(Handle):
 
     # From segment to segment
 
+    @property
+    def segment(self) -> int | None:
+        return self.config.segment if self.config.carried else None
+
     def new_state(self, rows: int) -> Carried | None:
         return Carried(rows, self.layer()) if self.config.carried else None
 
