@@ -163,8 +163,6 @@ def test_rule_03_a_saved_model_comes_back(memory: str, architecture: str, base_t
 def test_rule_04_the_memory_learns_and_its_gradient_is_right(memory: str, architecture: str) -> None:
     model = augmented(memory, architecture, torch.float64, **SMOOTH.get(memory.partition(".")[0], {}))
     learned = list(model.memory.parameters()) or [next(model.memory._places.blocks[0].parameters())]
-    if getattr(model.memory.configs[0], "carried", False):  # what it has read stands in place of what it learns
-        model.memory.reset()
     model.requires_grad_(False)
     for parameter in learned:  # a memory without parameters passes the gradient on to the model's
         parameter.requires_grad_(True)

@@ -75,7 +75,7 @@ class Attached(Handle):
         if config.carried:
             check_recurrent(places)
         inputs = places.sample_inputs()
-        layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated)
+        layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated, config.carried)
         handle = cls(config, layer.to(inputs.device), entrance, new_head(places) if config.pool else None)
         if config.variant != "plain":
             handle._control(places, inputs.device)
@@ -219,6 +219,10 @@ class Attached(Handle):
             self.shared = Carried(len(state["begun"]), self.layer())
             self.shared.load_tensors(state)
 
+    def _memory(self, state: Carried) -> torch.Tensor:
+        """The memory (B, m, d) before the next segment of each row; a new one in rows that begin anew."""
+        return torch.where(state.begun[:, None, None], self.layer.following(state.written), self.layer())
+
     def _written(self, states: torch.Tensor) -> None:
         """Takes what the stack gives for the memory behind a segment."""
         segment: Any = _segment.get(self)
@@ -231,8 +235,8 @@ class Attached(Handle):
     def _rows(self, batch: int, starts: torch.Tensor | None) -> Vectors:
         segment, new = _segment.get(self), self.layer()
         if segment is None:
-            return Vectors(new if self.shared is None else self.shared.shared_by(batch).memory(new))
-        memory = segment.state.memory(new)
+            return Vectors(new if self.shared is None else self._memory(self.shared.shared_by(batch)))
+        memory = self._memory(segment.state)
         starts = starts if segment.starts is None else segment.starts[:, :1]
         if starts is None:
             return Vectors(memory, after=memory)

@@ -21,9 +21,13 @@ from X^{mem+seq}:
 Skip leaves the sequence as it is: H^seq = X^seq.
 
 **Recurrent memory** (beyond the paper; arXiv 2207.06881): in a causal model the memory of segment t stands behind it,
-too, where it reads all of it, and what the last layer gives there is the memory of the next segment:
+too, where it reads all of it, and what the last layer gives there, H_t, goes before the next segment:
 
-    [.. ; .. ; X^mem_{t+1}] = model([X^mem_t ; X^seq_t ; X^mem_t])        X^mem_1 = X^mem
+    [.. ; .. ; H_t] = model([X^mem_t ; X^seq_t ; X^mem_t])
+    X^mem_{t+1} = X^mem + s * H_t / rms(H_t)        X^mem_1 = X^mem;  s: (d,), trained;  rms over the d numbers
+
+H_t as it is would be many times as large as embeddings are, and drown the text until a model has learned to read it:
+s starts at the size of embeddings.
 
 Table 5's "+pool" labels a whole text by the outputs h_1, ..., h_m of the last layer for the memory:
 
@@ -46,15 +50,22 @@ CLOSED = (
 class MemoryTokenLayer(nn.Module):
     """m distinct trainable vectors of width d, drawn with the spread of the model's own embeddings."""
 
-    def __init__(self, count: int, width: int, spread: float = 0.02, gated: bool = False) -> None:
+    def __init__(
+        self, count: int, width: int, spread: float = 0.02, gated: bool = False, carried: bool = False
+    ) -> None:
         super().__init__()
         self.spread = spread
         self.vectors = nn.Parameter(torch.randn(count, width) * spread)
         self.gate = nn.Parameter(torch.full((count,), CLOSED)) if gated else None
+        self.scale = nn.Parameter(torch.full((width,), spread)) if carried else None
 
     def forward(self) -> Tensor:
         """X^mem, (m, d)."""
         return self.vectors
+
+    def following(self, written: Tensor) -> Tensor:
+        """X^mem_{t+1} (B, m, d) from H_t (B, m, d)."""
+        return self.vectors + self.scale * F.rms_norm(written, written.shape[-1:])  # type: ignore[operator]
 
     def bias(self) -> Tensor | None:
         """log g, (m,): what is added to the scores of the memory's keys; None without a gate.

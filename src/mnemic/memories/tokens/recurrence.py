@@ -21,10 +21,6 @@ class Carried:
     def __len__(self) -> int:
         return len(self.begun)
 
-    def memory(self, new: Tensor) -> Tensor:
-        """The memory (B, m, d) before the next segment: a `new` one (m, d) in rows that begin anew."""
-        return torch.where(self.begun[:, None, None], self.written, new)
-
     def write(self, written: Tensor, read: Tensor | None = None, ended: Tensor | None = None) -> None:
         """Takes what was written behind a segment, (B, m, d).
 
