@@ -11,6 +11,8 @@ from functools import cache, partial
 from itertools import chain, islice
 from typing import Any, Literal
 
+from tables import facts
+
 from mnemic.config import Config, option
 from mnemic.data import SPLITS, Corpus, Document, open_corpus
 from mnemic.data.pairs import ParallelCorpus
@@ -28,7 +30,11 @@ _TOKENS = re.compile(r"@[-,.]@|\w+|'\w+|[^\w\s]")
 class Text(Config):
     """A corpus, and how much of it is read."""
 
-    corpus: str = option("", f"a corpus by name or path; {MADE} is one of German and English digits, made here")
+    corpus: str = option(
+        "",
+        f"a corpus by name or path; made here: {MADE}, German and English digits, and {facts.NAME}, that are stated "
+        "and asked for",
+    )
     besides: list[str] = option([], "corpora whose train split is read after its own")
     style: Literal["own", "wikitext"] = option("own", "wikitext: spaces around punctuation, a paragraph on a line")
     documents: dict[str, int] = option({}, "documents of each split at most")
@@ -45,6 +51,8 @@ def _open(settings: str) -> Corpus:
     if text.corpus == MADE:
         sides = {split: {side: partial(_digits, split, side) for side in DIGITS} for split in SPLITS}
         return ParallelCorpus(MADE, sides, ("de", "en"))
+    if text.corpus == facts.NAME:
+        return facts.corpus()
     corpus = open_corpus(text.corpus)
     if text == Text(corpus=text.corpus):
         return corpus

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import mnemic
 from mnemic.errors import UsageError
 from tests.reproductions.test_trime import HERE, imported, runner
 
+from tables import facts  # isort: skip
 from tables.finetuned import Encoder, TaskTable  # isort: skip
 from tables.harness import Measurement  # isort: skip
 from tables.models import Model  # isort: skip
@@ -40,7 +42,7 @@ def run(root: Path, name: str) -> dict[str, Any]:
 
 def test_all_rows_of_the_paper_are_there_and_in_the_readme() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", (PAPER / "README.md").read_text(), flags=re.MULTILINE)
-    assert listed == ["table1", "table2", "table3", "table4", "table5", "figures"]
+    assert listed == ["table1", "table2", "table3", "table4", "table5", "figures", "retrieval"]
     assert set(NAMES) == set(listed)
 
 
@@ -147,6 +149,26 @@ def test_transformer_xl_reads_memory_at_fixed_and_at_relative_positions(root: Pa
     assert list(figures) == ["Transformer-XL", "+ 20 mem, fixed", "+ 20 mem, relative"]
     assert len(set(figures.values())) == 3
     assert all(1 < figure < 1000 for figure in figures.values())
+
+
+# -- Retrieval -------------------------------------------------------------------------------------------------------
+
+
+def test_facts_are_asked_for_after_so_many_segments(root: Path) -> None:
+    results = run(root, "retrieval")
+    assert list(results["models"]) == list(imported(PAPER / "retrieval" / "run.py").MODELS)
+    assert all(0 <= share <= 1 for seeds in results["models"].values() for share in seeds["0"]["right"].values())
+    for distance in (0, 1, 7):
+        for document in facts.asked_once(32, distance, 5):
+            words = document.text.split()
+            assert len(words) == 32 * (distance + 1) - 1
+            stated = dict(zip(words[0:6:2], words[1:6:2], strict=True))
+            asked = dict(zip(words[-8::3], words[-7::3], strict=True))
+            assert asked == stated
+            assert not any(word[0] in "kv?" for word in words[6:-9])
+    drawn = [document.text.split() for document in islice(facts.corpus().documents("train"), 200)]
+    assert {len(words) for words in drawn} <= set(range(15, 257))
+    assert 0.2 < sum(words[6:-9].count("?") > 2 for words in drawn) / 200 < 0.95
 
 
 # -- Table 5 ---------------------------------------------------------------------------------------------------------
