@@ -15,9 +15,9 @@ from functools import partial
 from mnemic.data import Corpus, Document
 
 NAME = "facts"
-KEYS, VALUES = [f"k{number}" for number in range(6)], [f"v{number}" for number in range(12)]
+KEYS, VALUES = [f"k{number}" for number in range(4)], [f"v{number}" for number in range(8)]
 OTHERS = [f"w{number}" for number in range(12)]
-FACTS = 3
+FACTS = 2
 DOCUMENTS = {"train": 20_000, "valid": 50}
 LENGTHS = (16, 256)  # words of a document
 
@@ -30,7 +30,7 @@ def corpus() -> Corpus:
 def _documents(split: str) -> Iterator[Document]:
     draw = random.Random(split)
     for number in range(DOCUMENTS[split]):
-        often, length = draw.random(), draw.randint(*LENGTHS)
+        often, length = draw.random() ** 0.5, draw.randint(*LENGTHS)
         yield Document(f"{split}:{number}", " ".join(words(draw, length, often)))
 
 

@@ -32,7 +32,7 @@ MODELS = {
     "no memory": (Trained("plain", "documents"), ""),
     "XL cache of a segment": (Trained("xl", "documents"), "xl"),
     "attention memory": (Trained("attention", "documents", attention={"size": "facts"}), ""),
-    "recurrent memory tokens": (Trained("recurrent", "documents", tokens={"carried": True, "count": 6}), ""),
+    "recurrent memory tokens": (Trained("recurrent", "documents", tokens={"segment": 32, "count": 6}), ""),
 }
 DISTANCES = {"smoke": (0, 1)}
 USUAL = (0, 1, 2, 4, 8, 16, 32, 64)  # segments between a fact and the question

@@ -38,8 +38,9 @@ MOST_WEIGHTS = 2**28  # a gigabyte
 MOST_WRITTEN = 128  # tokens of a target that is generated
 
 CAUSAL = (
-    "The memory stands before the text of a causal model and cannot see it: nothing is written, and what memory tokens "
-    "do with each other is the same for every text. Only reading is named as the operation of a layer or head."
+    "The memory stands before the text of a causal model and cannot see it: nothing is written (a recurrent memory "
+    "writes behind a segment, which is not shown), and what memory tokens do with each other is the same for every "
+    "text. Only reading is named as the operation of a layer or head."
 )
 
 

@@ -233,7 +233,7 @@ class SlotReader:
             raise UsageError(f"{type(model).__name__} reads pairs of texts: slots are counted on plain text only")
         check_vocabulary(model, tokenizer)
         most = positions(model)
-        self.window = window or (WINDOW if most is None else min(WINDOW, most))
+        self.window = window or model.memory.segment or (WINDOW if most is None else min(WINDOW, most))
         check_length(model, self.window, "window")
         self.model, self.tokenizer, self.batch_size, self.hidden = model, tokenizer, batch_size, hidden
         self.kind = kind_of(model)

@@ -205,12 +205,13 @@ def far_back(model: Any, ids: Any, decoding: dict[str, Any]) -> Iterator[tuple[A
     switched off, the model has the same part and nothing of the rest.
     """
     memory: Any = getattr(model, "memory", None)
-    if getattr(memory or model.config, "xl_length", 0):
+    segment = getattr(memory, "segment", None)
+    if getattr(memory or model.config, "xl_length", 0) and not segment:
         yield ids, decoding | {"prefill_chunk_size": SEGMENT}
         return
     room = getattr(model.config, "max_position_embeddings", None) or ids.shape[1] + decoding["max_new_tokens"]
     room -= decoding["max_new_tokens"]
-    if (segment := getattr(memory, "segment", None)) is not None:
+    if segment:
         room = min(room, (ids.shape[1] - 1) % segment + 1)
     if ids.shape[1] <= room or room < 1 or not (segment or hasattr(memory, "attention")):
         yield ids, decoding

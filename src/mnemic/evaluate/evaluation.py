@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -38,8 +37,6 @@ def evaluate(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig | N
         raise UsageError("give evaluate either an EvaluateConfig or options by name, not both")
     config = config or EvaluateConfig.from_dict(options)
     corpus = open_corpus(str(corpus)) if isinstance(corpus, str | Path) else corpus
-    if config.window is None and isinstance(model, AugmentedModel):
-        config = dataclasses.replace(config, window=model.memory.segment)
     text = text_of(model, tokenizer, corpus, config)
     usual = USUAL[model_kind(model)]
     metrics = [usual if metric == "auto" else metric for metric in config.metrics]
@@ -62,10 +59,13 @@ USUAL = {"masked": "masked_loss", "classification": "task", "spans": "task"} | d
 
 
 class Text:
-    """The documents to measure on: their token ids, and how much text they are in other units."""
+    """The documents to measure on: their token ids, and how much text they are in other units.
 
-    def __init__(self, corpus: Any, tokenizer: Any, config: EvaluateConfig) -> None:
-        self.window = config.text_window
+    They are read in windows of so many tokens as the config says, or else of a memory's own segment.
+    """
+
+    def __init__(self, corpus: Any, tokenizer: Any, config: EvaluateConfig, segment: int | None = None) -> None:
+        self.window = config.window or segment or config.text_window
         self.characters = 0
         documents: Iterator[Document] = islice(corpus.documents(config.split), config.max_documents)
         if config.max_tokens is not None:
@@ -127,7 +127,9 @@ def text_of(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig) -> 
     if (kind := model_kind(model)) in ("classification", "spans"):
         return TaskText(model, tokenizer, corpus, config)
     refuse_task(corpus, model)
-    return (PairedText if kind == "seq2seq" else Text)(corpus, tokenizer, config)
+    if kind == "seq2seq":
+        return PairedText(corpus, tokenizer, config)
+    return Text(corpus, tokenizer, config, model.memory.segment if isinstance(model, AugmentedModel) else None)
 
 
 def _until(documents: Iterator[Document], tokenizer: Any, most: int) -> Iterator[Document]:

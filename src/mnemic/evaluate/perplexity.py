@@ -73,17 +73,17 @@ def read_documents(
 ) -> tuple[Objective, Iterator[tuple[Batch, Any]]]:
     """The batches of documents that score each token once, with the carry to read each with, for a causal model."""
     objective = NextToken(model, tokenizer, config.seed)
-    stride = config.stride or config.text_window
-    if objective.has_cache() and stride != config.text_window:
+    stride = config.stride or text.window
+    if objective.has_cache() and stride != text.window:
         raise UsageError(
-            f"stride = {config.stride}: a model with an XL cache reads each segment of window = {config.text_window} "
+            f"stride = {config.stride}: a model with an XL cache reads each segment of window = {text.window} "
             "tokens once, its cache is the overlap; leave stride unset"
         )
     if not objective.has_cache():
-        check_length(model, config.text_window, "window")
+        check_length(model, text.window, "window")
     if objective.new_carry(1) is not None:
-        return objective, carried_windows(text.tokens, config.text_window, stride, config.batch_size, objective)
-    windows = SlidingWindows(text.tokens, config.text_window, stride, config.batch_size)
+        return objective, carried_windows(text.tokens, text.window, stride, config.batch_size, objective)
+    windows = SlidingWindows(text.tokens, text.window, stride, config.batch_size)
     return objective, ((batch, None) for batch in windows)
 
 

@@ -135,7 +135,7 @@ class AttentionHook:
     def understood(self, heads: Heads) -> bool:
         """Whether the same input at two positions, which `heads` is of, has the same key once it is turned back."""
         if heads.rotation is not None:
-            cos, sin = (part[:, :, :1] for part in heads.rotation)
+            cos, sin = (part[:, :, -2:-1] for part in heads.rotation)  # memory tokens may stand before the two
             length = _squared_length(cos, sin).sqrt()  # that of the keys too, which are not turned
             self._far = None if (cos == 1).all() else (cos * length, sin * length)
         if heads.rotation is None or not self._same:

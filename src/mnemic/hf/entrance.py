@@ -83,12 +83,12 @@ class Entrance:
         streams = hasattr(cache, "prefix")  # our own XL cache: it keeps no prefix, so each segment brings its own
         past = cache.get_seq_length() if cache is not None and not streams else 0
         stored = getattr(cache, MARK, 0) if past else 0
+        if starts is None and self.prefix is not None and not past:
+            starts = self._packed(kwargs)
         rows = self._vectors(kwargs, starts) if past == 0 else None
         added, behind = (rows.columns, rows.behind) if rows is not None else (0, 0)
         if streams and not self._native:
             return (), self._stream_foreign(kwargs, starts, added, cache)
-        if added and starts is None:
-            starts = self._packed(kwargs)
         if behind and not streams:
             _check_nothing_kept(kwargs)
         if not added + stored and (starts is None or self._native):
@@ -114,7 +114,7 @@ class Entrance:
             change = self._streaming(kwargs, starts, batch, rows, cache)
         else:
             change = self._mask_change(starts, batch, added or stored, past, inputs.device, rows)
-        self._begin(change, kwargs, added, cache if streams else None, behind, batch)
+        self._begin(change, kwargs, rows, cache if streams else None, batch)
         if self.prefix is not None and self.prefix.by_key:
             kwargs["attention_mask"] = kwargs["attention_mask"][:, None, None].bool()
         if "position_ids" not in self._parameters:
@@ -146,16 +146,16 @@ class Entrance:
         self,
         change: masks.MaskChange | None,
         kwargs: dict[str, Any],
-        prefix: int = 0,
+        vectors: Vectors | None = None,
         xl_cache: Any = None,
-        suffix: int = 0,
-        rows: int = 0,
+        batch: int = 0,
     ) -> None:
         self._forget_stopped()
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         token = masks.begin(change) if self._around is None else masks.begin(change, *masks.active())
         outer = reading.current.get()
-        reading.current.set(reading.Call(self, token, outer, prefix, suffix, rows, positions, xl_cache, mask))
+        shape = (0, 0, 1) if vectors is None else (vectors.columns, vectors.behind, vectors.groups)
+        reading.current.set(reading.Call(self, token, outer, *shape, batch, positions, xl_cache, mask))
 
     def _forget_stopped(self) -> None:
         """Ends a forward of this stack that was stopped by hand: at its beginning and end none is under way."""
@@ -193,10 +193,11 @@ class Entrance:
         if (kinds := kwargs.get("token_type_ids")) is not None:
             kwargs["token_type_ids"] = torch.nn.functional.pad(kinds, (rows.columns, rows.behind))
         if (positions := kwargs.get("position_ids")) is not None:
-            first = prefix_positions(places, m, positions.device).repeat(rows.columns // max(m, 1))
+            first = prefix_positions(places, m, positions.device).repeat(rows.groups)
             parts = [first.expand(len(positions), -1), positions]
             if rows.behind:  # the mask has a column for each vector around the input
-                real = kwargs["attention_mask"][:, rows.columns : -rows.behind]
+                mask = kwargs.get("attention_mask")
+                real = embeds.new_ones(embeds.shape[:2]) if mask is None else mask[:, rows.columns : -rows.behind]
                 parts.append(suffix_positions(places, positions, real, rows.behind))
             kwargs["position_ids"] = torch.cat([part.expand(batch, -1) for part in parts], dim=1)
 
@@ -235,7 +236,7 @@ class Entrance:
     ) -> masks.MaskChange | None:
         """With an XL cache the model keeps documents apart by itself; the prefix stands behind the cached keys."""
         rows = rows or Vectors(torch.empty(0, 0))
-        cache.prefix, cache.suffix, cache.groups = rows.columns, rows.behind, 1 if rows.begun is None else 2
+        cache.prefix, cache.suffix, cache.groups = rows.columns, rows.behind, rows.groups
         begun = None
         if starts is not None:
             kwargs["document_starts"] = torch.nn.functional.pad(starts, (rows.columns, rows.behind))

@@ -31,14 +31,16 @@ def sequence_positions(
     if (given := kwargs.get("position_ids")) is not None:
         return given.expand(batch, -1) if given.ndim == 2 else given.expand(batch, length)
     counted = torch.arange(past, past + length, device=device).expand(batch, -1)
-    if starts is not None:
-        first = torch.where(starts, counted, torch.zeros_like(counted)).cummax(1).values
-        return counted - first
     config: Any = places.stack.config
     mask, ids = kwargs.get("attention_mask"), kwargs.get("input_ids")
-    if mask is not None and config.model_type in _COUNT_REAL_TOKENS:
+    if real_only := mask is not None and config.model_type in _COUNT_REAL_TOKENS:
         mask = mask.long()
-        return (mask.cumsum(1) * mask - 1)[:, past:]
+        counted = (mask.cumsum(1) * mask - 1)[:, past:]
+    if starts is not None:
+        first = torch.where(starts, counted, torch.zeros_like(counted)).cummax(1).values
+        return torch.where(counted < 0, counted, counted - first)
+    if real_only:
+        return counted
     if config.model_type == "roberta":
         real = ids.ne(config.pad_token_id) if ids is not None else torch.ones_like(counted)
         return (real.cumsum(1) + past) * real + config.pad_token_id

@@ -22,9 +22,14 @@ class Vectors:
         return self.before if self.begun is None else torch.cat([self.before, self.begun.expand_as(self.before)], -2)
 
     @property
+    def groups(self) -> int:
+        """In how many groups they stand there."""
+        return 1 if self.begun is None else 2
+
+    @property
     def columns(self) -> int:
         """How many of them come before the input."""
-        return self.before.shape[-2] * (1 if self.begun is None else 2)
+        return self.before.shape[-2] * self.groups
 
     @property
     def behind(self) -> int:

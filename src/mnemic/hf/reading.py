@@ -22,6 +22,7 @@ class Call:
     outer: Call | None
     prefix: int = 0
     suffix: int = 0
+    groups: int = 1
     rows: int = 0
     positions: torch.Tensor | None = None
     xl_cache: Any = None
@@ -53,6 +54,12 @@ def prefix_being_read() -> int:
     """How many vectors stand before the input in the forward that is under way."""
     call = current.get()
     return 0 if call is None else call.prefix
+
+
+def groups_being_read() -> int:
+    """In how many groups they stand: with two, the second is before documents that begin within the input."""
+    call = current.get()
+    return 1 if call is None else call.groups
 
 
 def suffix_being_read() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -140,8 +141,17 @@ class Handle(nn.Module):
         """Changes settings and keeps what was learned; UsageError for those that it depends on."""
         raise UsageError(f"the {self.config.memory()} memory has learned with its settings: detach() it to change them")
 
-    def read(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Reads texts (B, T), `mask` 0 on padding, for every later forward to look into; goes on from what was read."""
+    @property
+    def reads(self) -> bool:
+        """Whether it keeps what `model.memory.read` reads."""
+        return False
+
+    def taking_in(self, texts: int, real: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Within this context, in which the stack reads on in so many texts, keeps it for every later forward.
+
+        real: (texts, T), 0 on padding.
+        """
+        return contextlib.nullcontext()
 
     def reset(self) -> None:
         """Forgets what was read so far."""

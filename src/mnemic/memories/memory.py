@@ -17,12 +17,15 @@ from mnemic.hf.anatomy import Anatomy, find
 from mnemic.hf.entrance import Entrance
 from mnemic.hf.fingerprint import fingerprint
 from mnemic.hf.keys import module_path
-from mnemic.hf.positions import separates_documents
+from mnemic.hf.positions import positions, separates_documents
+from mnemic.hf.reading import reading
 from mnemic.hf.xl import new_xl_cache
 from mnemic.memories.base import Handle, Masses, Reading
 from mnemic.memories.config import MemoryConfig
+from mnemic.memories.texts import check_tokens, evaluating, pieces
 from mnemic.registry import Registry
 
+SEGMENT = 512  # tokens that are read at a time, unless a memory was made for another length
 OPENERS = Registry(  # by name: stores come after memories
     "thing to open", {"store": "mnemic.stores:open_store", "given": "mnemic.stores:check_given"}
 )
@@ -161,14 +164,32 @@ class Memory(nn.Module):
         for handle in self.handles.values():
             handle.end_training()
 
-    def read(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    def read(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None = None, segment_length: int | None = None
+    ) -> None:
         """Reads texts (B, T) into the memories that keep what was read, for every later forward to look into.
 
         One text serves every row of a batch, or each row has one of its own. What is read goes on from what was read
-        before, until `reset`.
+        before, until `reset`. All memories read the same segments together: of `segment_length` tokens, or as long as a
+        memory was made for, or 512.
         """
-        for handle in self.handles.values():
-            handle.read(input_ids, mask)
+        if not (readers := [handle for handle in self.handles.values() if handle.reads]):
+            return
+        if not self.enabled:
+            raise UsageError("a memory that is disabled reads nothing: read() outside of disabled()")
+        check_tokens(input_ids, mask)
+        stack, causal = self._places.stack, self._places.anatomy.kind == "causal"
+        length = segment_length or self.segment or SEGMENT
+        length = min(length, positions(stack) or length)
+        with torch.no_grad(), evaluating(stack):
+            for ids, real in pieces(input_ids, mask, length):
+                given: dict[str, Any] = {"use_cache": False} if causal else {}
+                if real is not None and causal and self._places.positions_by_id:
+                    given["position_ids"] = (real.long().cumsum(1) - 1).clamp(min=0)
+                with contextlib.ExitStack() as taking, reading(None):
+                    for handle in readers:
+                        taking.enter_context(handle.taking_in(len(ids), real))
+                    stack(input_ids=ids, attention_mask=real, **given)
 
     def reset(self) -> None:
         """Forgets what was read so far; what was learned stays."""

@@ -1,4 +1,4 @@
-"""Texts that a memory reads before it is asked: `model.memory.read`."""
+"""Texts that memories read before they are asked: `model.memory.read`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mnemic.errors import UsageError
+
+READ_ON = "read() goes on with as many texts as it has read so far: reset() the memory to begin anew"
 
 
 def check_tokens(input_ids: Any, mask: Any) -> None:

@@ -18,7 +18,8 @@ class SRUCache(XLCache):
     """An XL cache that also has the recurrent state (B, hidden_size) of each layer, without gradient.
 
     A state goes on through padding unchanged, and from 0 where a document starts. Memory tokens (the first `prefix`
-    inputs of a forward) are attended to, but have a recurrence of their own: they leave no trace in the state.
+    inputs of a forward) are attended to, but have a recurrence of their own: they leave no trace in the state. Those
+    behind the text (the last `suffix`) go on in its recurrence, and the state is kept as it was before them.
     """
 
     def __init__(self, layers: int, limit: int, batch_size: int, device: torch.device | str = "cpu") -> None:

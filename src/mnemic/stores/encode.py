@@ -60,6 +60,11 @@ class Encoder:
         self._at_head = self._module is model.get_output_embeddings()
         if self.translates and not self._at_head and self._module not in set(model.get_decoder().modules()):
             raise UsageError(f"layer = {layer!r} is not in the decoder, which reads the targets: choose a part of it")
+        if (memory := getattr(model, "memory", None)) is not None and memory.segment:
+            raise UsageError(
+                "the rows of a store are of windows that are read alone, and recurrent memory tokens give others where "
+                "they go from segment to segment: build the store with a model that has none, and ask it by that model"
+            )
         self._objective = make_objective("auto", model, tokenizer, seed=0)
 
     def width(self) -> int:

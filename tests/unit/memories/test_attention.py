@@ -292,10 +292,10 @@ def test_reading_on_is_reading_at_once() -> None:
     model.memory.read(text)
     whole = model.memory.state()
     model.memory.reset()
-    model.memory.attention.read(text, segment_length=512)
+    model.memory.read(text)
     model.memory.reset()
     for piece in text.split(8, 1):
-        model.memory.attention.read(piece)
+        model.memory.read(piece)
     apart = model.memory.state()
     assert whole["attention.1.lengths"].tolist() == apart["attention.1.lengths"].tolist() == [24]
     torch.testing.assert_close(whole["attention.1.values"][:, :, :8], apart["attention.1.values"][:, :, :8])

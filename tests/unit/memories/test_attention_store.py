@@ -77,7 +77,7 @@ def test_what_a_model_read_piece_by_piece_is_what_the_store_holds(
     start = torch.tensor([[tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id]])
     read = torch.cat([start, ids], 1)
     assert values.tolist() == ids[0, :150].tolist()
-    writer.memory.attention.read(read[:, :150], segment_length=64)
+    writer.memory.read(read[:, :150], segment_length=64)
     state = writer.memory.state()
     keys = state["attention.2.keys"][0].transpose(0, 1).flatten(1)
     torch.testing.assert_close(rows[:, :32], keys, rtol=1e-4, atol=1e-4)

@@ -321,7 +321,7 @@ def test_what_cannot_be_is_said() -> None:
         mnemic.MemoryTokens(variant="bottleneck", gated=True)
     with pytest.raises(UsageError, match="leave at least one token"):
         made("bottleneck").memory.change("tokens", count=0)
-    with pytest.raises(UsageError, match="only their count and segment can be changed"):
+    with pytest.raises(UsageError, match="only their count can be changed"):
         made("plain").memory.change("tokens", variant="control")
     with pytest.raises(UsageError, match="expected 0 or more"):
         mnemic.MemoryTokens(count=-1)

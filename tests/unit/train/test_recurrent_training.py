@@ -136,6 +136,17 @@ def test_a_memory_remembers_how_long_the_segments_were(long_corpus, tokenizer, m
     assert mnemic.load(run.out / "model").memory.tokens.config.segment == 7
 
 
+def test_training_tells_that_what_is_written_learns_nothing(
+    long_corpus, tokenizer, make, settings, tmp_path, capsys
+) -> None:
+    for segments in (1, 2):
+        config = settings(steps=2, segments=segments, out=str(tmp_path / f"{segments}"))
+        mnemic.train(make(), tokenizer, long_corpus, config)
+        assert capsys.readouterr().err.count("no gradient reaches what recurrent memory tokens write") == (
+            segments == 1
+        )
+
+
 def test_what_cannot_be_is_said(long_corpus, tokenizer, make, make_model, settings) -> None:
     with pytest.raises(UsageError, match="train with batching = documents"):
         mnemic.train(make(), tokenizer, long_corpus, settings(batching="shuffled"))

@@ -16,8 +16,7 @@ from mnemic.hf.anatomy import Places
 from mnemic.hf.attention import AttentionHook, Heads, probe
 from mnemic.hf.entrance import Entrance
 from mnemic.hf.losses import IGNORED
-from mnemic.hf.positions import positions
-from mnemic.hf.reading import prefix_being_read, starts_being_read, suffix_being_read
+from mnemic.hf.reading import groups_being_read, prefix_being_read, starts_being_read, suffix_being_read
 from mnemic.hf.xl import new_xl_cache
 from mnemic.memories.attention import layer as mathematics
 from mnemic.memories.attention.config import KNNAttention
@@ -26,13 +25,12 @@ from mnemic.memories.attention.reading import Forward, tokens_that_are_real
 from mnemic.memories.attention.rooms import Rooms
 from mnemic.memories.attention.state import State
 from mnemic.memories.base import Handle, Reading
-from mnemic.memories.texts import check_tokens, evaluating, pieces
+from mnemic.memories.texts import READ_ON
 from mnemic.memories.within import Within
 
 PENDING = 8  # forwards at most whose gradient may still come
 NO_BACKWARD = -1  # the number of the backward pass under way, if there is none
 CHANGEABLE = {"k", "size", "dtype", "search", "recall", "external"}  # settings that nothing learned depends on
-SEGMENT = 512  # tokens that are read at a time
 SCALE = 10.0  # of scores of normalised queries and keys, at first
 SPARE = 512  # pairs that a row keeps at least beyond its size, for what the context holds
 
@@ -52,7 +50,6 @@ class Attached(Handle):
         super().__init__(config)
         self._on = True
         self._stack_part = (places.stack,)
-        self._positions = places.anatomy.positions if places.anatomy.kind == "causal" else None
         self._pending: list[Forward] = []  # whose layers run again in the backward pass
         self.shared: State | None = None  # what `read` has read, for all to look into
         self.stored: State | None = None  # what a store has kept, likewise
@@ -131,32 +128,20 @@ class Attached(Handle):
     def _empty(self, rows: int) -> State:
         return self._rooms.state(rows, self.size)
 
-    @torch.no_grad()
-    def read(self, input_ids: Tensor, mask: Tensor | None = None, segment_length: int = SEGMENT) -> None:
-        """Reads texts (B, T), which every later forward may look into until `reset`; goes on from what was read."""
-        (stack,) = self._stack_part
-        if not self._on:
-            raise UsageError("a memory that is disabled reads nothing: read() outside of disabled()")
-        check_tokens(input_ids, mask)
-        if self.shared is not None and len(input_ids) != len(next(iter(self.shared.memories.values())).rows):
-            raise UsageError(
-                "read() goes on with as many texts as it has read so far: reset() the memory to begin anew"
-            )
-        segment_length = min(segment_length, positions(stack) or segment_length)
-        with evaluating(stack):
-            state = self.shared or self._empty(len(input_ids))
-            for ids, real in pieces(input_ids, mask, segment_length):
-                call = Forward(state, real=None if real is None else real.bool())
-                with self._reading(call):
-                    stack(input_ids=ids, attention_mask=real, **self._places_of(real))
-                call.commit()
-            self.shared = state
+    @property
+    def reads(self) -> bool:
+        return True
 
-    def _places_of(self, real: Tensor | None) -> dict[str, Tensor]:
-        """The positions of tokens beside padding, where a model would count the padding too."""
-        if real is None or self._positions != "absolute":
-            return {}
-        return {"position_ids": (real.long().cumsum(1) - 1).clamp(min=0)}
+    @contextlib.contextmanager
+    def taking_in(self, texts: int, real: Tensor | None) -> Iterator[None]:
+        if self.shared is not None and texts != len(next(iter(self.shared.memories.values())).rows):
+            raise UsageError(READ_ON)
+        state = self.shared or self._empty(texts)
+        call = Forward(state, real=None if real is None else real.bool())
+        with self._reading(call):
+            yield
+        call.commit()
+        self.shared = state
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[list[dict[str, Tensor]]]:
@@ -212,6 +197,11 @@ class Attached(Handle):
         return None if kept is None else kept.recall(self.config.k)
 
     def check_training(self, config: Any, kind: str) -> None:
+        if config.segments > PENDING and self._checkpoints():
+            raise UsageError(
+                f"segments = {config.segments}: with gradient checkpointing an attention memory keeps what the last "
+                f"{PENDING} forwards found, read no more segments in a step"
+            )
         if kind == "causal" and self.config.size and config.batching != "documents":
             raise UsageError(
                 f"batching = {config.batching!r} leaves an attention memory without the past of its documents: train "
@@ -326,7 +316,8 @@ class Attached(Handle):
             return local, weights
         if index not in call.new:
             call.new[index] = keys, heads.own_values().detach()
-            call.prefix, call.suffix, call.heads = prefix_being_read(), suffix_being_read(), query.shape[1]
+            call.prefix, call.groups, call.suffix = prefix_being_read(), groups_being_read(), suffix_being_read()
+            call.heads = query.shape[1]
         own = compared(heads.own_queries())
         if self.config.dense:
             found = call.all(index, own * scale)

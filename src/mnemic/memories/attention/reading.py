@@ -35,6 +35,7 @@ class Forward:
     overlap: Tensor | None = None  # (B,): how many of the first tokens were read before
     prefix: int = 0  # vectors before the tokens, which are not read,
     suffix: int = 0  # nor those behind them
+    groups: int = 1  # of the vectors before: the second of two is before documents that begin in this forward
     heads: int = 0  # of the queries
     new: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     found: dict[int, list[Found]] = field(default_factory=dict)
@@ -104,10 +105,14 @@ class Forward:
         return found
 
     def _after_a_start(self, queries: int) -> Tensor:
-        """Which of the queries (B, heads in a group * tokens) belong to a document that began in this forward."""
+        """Which of the queries (B, heads in a group * tokens) belong to a document that began in this forward.
+
+        So does what stands before such a document, and may stand before the one that goes on, too.
+        """
         begun = self.starts.long().cumsum(1) > 0  # type: ignore[union-attr]
-        begun = torch.nn.functional.pad(begun, (self.prefix, 0))
-        begun = torch.cat([begun, begun[:, -1:].expand(-1, self.suffix)], 1)
+        any_begun, half = begun[:, -1:], self.prefix // self.groups
+        before = [torch.zeros_like(any_begun).expand(-1, self.prefix - half), any_begun.expand(-1, half)]
+        begun = torch.cat([*before, begun, any_begun.expand(-1, self.suffix)], 1)
         return begun.repeat(1, queries // begun.shape[1])
 
     def _kv_heads(self, index: int) -> int:

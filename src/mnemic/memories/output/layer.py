@@ -240,7 +240,7 @@ def masses(
             inside = scores
             if rings is not None:
                 inside = scores.masked_fill((rings != ring)[:, None, : scores.shape[-1]], -torch.inf)
-            highest = inside.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)
+            highest = inside.amax(-1, keepdim=True).clamp(min=torch.finfo(inside.dtype).min)
             below = inside - highest
             for number, temperature in enumerate(temperatures):
                 weights, top = (below / temperature).exp_(), highest.squeeze(-1) / temperature

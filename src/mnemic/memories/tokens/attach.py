@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,10 +16,10 @@ from torch import nn
 from mnemic.errors import UnsupportedModel, UsageError
 from mnemic.hf.anatomy import Places
 from mnemic.hf.entrance import Entrance
-from mnemic.hf.positions import positions, separates_documents
+from mnemic.hf.positions import separates_documents
 from mnemic.hf.prefix import Prefix, Vectors
 from mnemic.memories.base import Handle, Reading
-from mnemic.memories.texts import check_tokens, evaluating, pieces
+from mnemic.memories.texts import READ_ON
 from mnemic.memories.tokens.blocks import BottleneckBlock, ControlledBlock
 from mnemic.memories.tokens.config import BOTTLENECKS, MemoryTokens
 from mnemic.memories.tokens.layer import MemoryController, MemoryTokenLayer, PooledHead
@@ -26,6 +27,11 @@ from mnemic.memories.tokens.pooling import keep, labelled, new_head
 from mnemic.memories.tokens.recurrence import Carried
 from mnemic.memories.within import Within
 from mnemic.models.blocks import Block
+
+UNTAUGHT = (
+    "segments = 1: no gradient reaches what recurrent memory tokens write, for it is read in the next step; "
+    "let a step read several, as --segments 4"
+)
 
 _segment = Within["Segment"]("segment")
 
@@ -57,6 +63,7 @@ class Attached(Handle):
         if self.decoder_layer is not None:
             self.decoder_layer.redraw()
         self.entrance = entrance
+        self._untaught = False  # whether training is to tell that what is written learns nothing
         self.shared: Carried | None = None  # what `read` has read, for all to look into
         self._blocks: list[ControlledBlock] | list[BottleneckBlock] = []
 
@@ -72,10 +79,10 @@ class Attached(Handle):
                 f"{type(places.stack).__name__} does not take fixed positions of memory tokens: they are for mnemic's "
                 "decoder with position = 't5' or 'xl', leave positions at 'relative'"
             )
-        if config.carried:
+        if config.segment:
             check_recurrent(places)
         inputs = places.sample_inputs()
-        layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated, config.carried)
+        layer = MemoryTokenLayer(config.count, inputs.shape[1], inputs.std().item(), config.gated, config.segment > 0)
         handle = cls(config, layer.to(inputs.device), entrance, new_head(places) if config.pool else None)
         if config.variant != "plain":
             handle._control(places, inputs.device)
@@ -121,10 +128,11 @@ class Attached(Handle):
         settings = {name: value for name, value in settings.items() if value != getattr(self.config, name)}
         if not settings:
             return
-        if fixed := sorted(settings.keys() - {"count", "segment"}):
+        free = {"count", "segment"} if settings.get("segment", 1) and self.config.segment else {"count"}
+        if fixed := sorted(settings.keys() - free):
             raise UsageError(
                 f"the memory tokens have learned with {fixed[0]} = {getattr(self.config, fixed[0])!r}: only their "
-                "count and segment can be changed, or detach() them"
+                "count can be changed, or detach() them"
             )
         self.config, self.shared = dataclasses.replace(self.config, **settings), None
         self.layer.resize(self.config.count)
@@ -160,13 +168,13 @@ class Attached(Handle):
 
     @property
     def segment(self) -> int | None:
-        return self.config.segment if self.config.carried else None
+        return self.config.segment or None
 
     def new_state(self, rows: int) -> Carried | None:
-        return Carried(rows, self.layer()) if self.config.carried else None
+        return Carried(rows, self.layer()) if self.config.segment else None
 
     def check_training(self, config: Any, kind: str) -> None:
-        if not self.config.carried:
+        if not self.config.segment:
             return
         if config.batching != "documents":
             raise UsageError(
@@ -174,37 +182,36 @@ class Attached(Handle):
                 "train with batching = documents, in which each row reads one on from batch to batch"
             )
         self.config = dataclasses.replace(self.config, segment=config.segment_length)
+        self._untaught = config.segments == 1
+
+    def tell(self) -> tuple[dict[str, float], list[str]]:
+        told, self._untaught = [UNTAUGHT] if self._untaught else [], False
+        return {}, told
 
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any], reading: Reading) -> Any:
         state = (reading.state or {}).get("tokens")
         if state is None or self.entrance.prefix is None:
             return forward(**inputs)
+        if len(state) != len(reading.targets):
+            raise UsageError(
+                f"a state of {len(state)} rows for a batch of {len(reading.targets)}: make one with new_state"
+            )
         apart = separates_documents(self.entrance.places)
         mask = inputs.get("attention_mask")
         with _segment.being(self, Segment(state, mask, None if apart else reading.document_starts)):
             return forward(**inputs | ({} if "past_key_values" in inputs else {"use_cache": False}))
 
-    @torch.no_grad()
-    def read(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        if not self.config.carried:
-            return
-        if self.entrance.prefix is None:
-            raise UsageError("a memory that is disabled reads nothing: read() outside of disabled()")
-        check_tokens(input_ids, mask)
-        if self.shared is not None and len(input_ids) != len(self.shared):
-            raise UsageError(
-                "read() goes on with as many texts as it has read so far: reset() the memory to begin anew"
-            )
-        places = self.entrance.places
-        stack, state = places.stack, self.shared or Carried(len(input_ids), self.layer())
-        length = min(self.config.segment, positions(stack) or self.config.segment)
-        with evaluating(stack):
-            for ids, real in pieces(input_ids, mask, length):
-                given = {}
-                if real is not None and places.positions_by_id:
-                    given["position_ids"] = (real.long().cumsum(1) - 1).clamp(min=0)
-                with _segment.being(self, Segment(state, real)):
-                    stack(input_ids=ids, attention_mask=real, use_cache=False, **given)
+    @property
+    def reads(self) -> bool:
+        return self.config.segment > 0
+
+    @contextlib.contextmanager
+    def taking_in(self, texts: int, real: torch.Tensor | None) -> Iterator[None]:
+        if self.shared is not None and texts != len(self.shared):
+            raise UsageError(READ_ON)
+        state = self.shared or Carried(texts, self.layer())
+        with _segment.being(self, Segment(state, real)):
+            yield
         self.shared = state
 
     def reset(self) -> None:
@@ -214,14 +221,11 @@ class Attached(Handle):
         return {} if self.shared is None else self.shared.tensors()
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        self.shared = None
+        loaded = None
         if state:
-            self.shared = Carried(len(state["begun"]), self.layer())
-            self.shared.load_tensors(state)
-
-    def _memory(self, state: Carried) -> torch.Tensor:
-        """The memory (B, m, d) before the next segment of each row; a new one in rows that begin anew."""
-        return torch.where(state.begun[:, None, None], self.layer.following(state.written), self.layer())
+            loaded = Carried(len(state["begun"]), self.layer())
+            loaded.load_tensors(state)
+        self.shared = loaded
 
     def _written(self, states: torch.Tensor) -> None:
         """Takes what the stack gives for the memory behind a segment."""
@@ -234,16 +238,23 @@ class Attached(Handle):
 
     def _rows(self, batch: int, starts: torch.Tensor | None) -> Vectors:
         segment, new = _segment.get(self), self.layer()
+        if self.shared is not None and (segment is None or segment.state is not self.shared):
+            new = self._memory(self.shared.shared_by(batch), new)
         if segment is None:
-            return Vectors(new if self.shared is None else self._memory(self.shared.shared_by(batch)))
-        memory = self._memory(segment.state)
-        starts = starts if segment.starts is None else segment.starts[:, :1]
+            return Vectors(new)
+        memory = self._memory(segment.state, new)
+        if segment.starts is not None:  # where documents cannot be kept apart, only those at the beginning are new
+            starts = segment.starts[:, :1]
         if starts is None:
             return Vectors(memory, after=memory)
         last = torch.where(starts.any(1)[:, None, None], new, memory)
         if starts[:, 1:].any():
             return Vectors(memory, begun=new, after=last)
         return Vectors(last, after=last)
+
+    def _memory(self, state: Carried, new: torch.Tensor) -> torch.Tensor:
+        """The memory (B, m, d) before the next segment of each row; a new one in rows that begin anew."""
+        return torch.where(state.begun[:, None, None], self.layer.following(state.written), new)
 
     def _bias(self) -> torch.Tensor | None:
         return self.layer.bias()
@@ -260,7 +271,7 @@ def check_recurrent(places: Places) -> None:
     if places.anatomy.kind != "causal":
         raise UnsupportedModel(
             f"{type(places.stack).__name__} is not causal: recurrent memory tokens go from segment to segment of what "
-            "a decoder reads, leave carried at false"
+            "a decoder reads, leave segment at 0"
         )
 
 

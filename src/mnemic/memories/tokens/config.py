@@ -28,7 +28,7 @@ class MemoryTokens(MemoryConfig):
         "control_shared": {"variant": "control-shared"},
         "bottleneck": {"variant": "bottleneck"},
         "bottleneck_skip": {"variant": "bottleneck-skip"},
-        "recurrent": {"carried": True},
+        "recurrent": {"segment": 128},
     }
 
     count: int = option(
@@ -59,21 +59,18 @@ class MemoryTokens(MemoryConfig):
         "by [CLS] (the paper's +pool); for encoders with a head for sequence classification",
     )
 
-    carried: bool = option(
-        False,
-        "what the memory has read of a segment goes before the next segment of the document (recurrent memory): [mem] "
-        "tokens behind the segment read all of it; in causal models, with variant = plain",
-    )
-
     segment: int = option(
-        128, "if carried: how many tokens memory.read takes at a time; training sets it to its own segment_length"
+        0,
+        "recurrent memory, in causal models with variant = plain: what stands behind a segment of so many tokens, and "
+        "has read all of it, goes before the next segment of the document; training sets it to its segment_length. 0: "
+        "the memory ends with what is read at once",
     )
 
     def check(self) -> None:
         if self.count < 0:
             raise UsageError(f"MemoryTokens.count = {self.count}: expected 0 or more")
-        if self.segment < 1:
-            raise UsageError(f"MemoryTokens.segment = {self.segment}: expected 1 or more")
+        if self.segment < 0:
+            raise UsageError(f"MemoryTokens.segment = {self.segment}: expected the tokens of a segment, or 0")
         if self.variant != "plain" and self.place != "encoder":
             raise UsageError(
                 f"MemoryTokens.place = {self.place!r}: layers of the memory's own (variant = {self.variant!r}) are for "
@@ -91,10 +88,10 @@ class MemoryTokens(MemoryConfig):
                 "MemoryTokens.count = 0: a bottleneck has nothing but the memory to read, leave at least one token"
             )
 
-        if self.carried and (self.variant != "plain" or self.place != "encoder" or self.pool or not self.count):
+        if self.segment and (self.variant != "plain" or self.place != "encoder" or self.pool):
             raise UsageError(
-                "MemoryTokens.carried = true is for causal models, whose own layers write the memory: leave variant at "
-                "'plain', place at 'encoder' and pool at false, and at least one token"
+                f"MemoryTokens.segment = {self.segment} is for causal models, whose own layers write the memory: leave "
+                "variant at 'plain', place at 'encoder' and pool at false"
             )
 
     @classmethod
@@ -136,8 +133,6 @@ class MemoryTokens(MemoryConfig):
             "place": "encoder",
             "positions": "relative",
             "variant": "plain",
-            "carried": False,
-            "segment": 128,
         }  # as it was before there was a choice, in stores of that time
-        known = {name: value for name, value in self.to_dict().items() if name != "pool"}
+        known = {name: value for name, value in self.to_dict().items() if name not in ("pool", "segment")}
         return {name: value for name, value in known.items() if usual.get(name) != value}

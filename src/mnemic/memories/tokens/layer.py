@@ -51,17 +51,17 @@ class MemoryTokenLayer(nn.Module):
     """m distinct trainable vectors of width d, drawn with the spread of the model's own embeddings."""
 
     def __init__(
-        self, count: int, width: int, spread: float = 0.02, gated: bool = False, carried: bool = False
+        self, count: int, width: int, spread: float = 0.02, gated: bool = False, recurrent: bool = False
     ) -> None:
         super().__init__()
         self.spread = spread
         self.vectors = nn.Parameter(torch.randn(count, width) * spread)
         self.gate = nn.Parameter(torch.full((count,), CLOSED)) if gated else None
-        self.scale = nn.Parameter(torch.full((width,), spread)) if carried else None
+        self.scale = nn.Parameter(torch.full((width,), spread)) if recurrent else None
 
     def forward(self) -> Tensor:
         """X^mem, (m, d)."""
-        return self.vectors
+        return self.vectors if self.scale is None else self.vectors + 0 * self.scale  # it takes part, with no gradient
 
     def following(self, written: Tensor) -> Tensor:
         """X^mem_{t+1} (B, m, d) from H_t (B, m, d)."""
