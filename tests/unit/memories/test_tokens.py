@@ -193,3 +193,14 @@ def test_segments_through_the_xl_cache_are_one_long_forward(position: str, gated
     losses, _ = model.token_losses(targets=text, input_ids=text, document_starts=starts, use_cache=False)
     by_hand = torch.nn.functional.cross_entropy(long.flatten(0, 1), text.flatten(), reduction="none")
     torch.testing.assert_close(losses.flatten(), by_hand, rtol=1e-8, atol=1e-8)
+
+
+def test_padding_on_the_left_does_not_move_documents() -> None:
+    """Where a model counts real tokens, it does so too where documents start."""
+    mask, starts = torch.ones(2, 10, dtype=torch.long), torch.zeros(2, 10, dtype=torch.bool)
+    mask[1, :3], starts[0, 4] = 0, True
+    given = {"input_ids": torch.arange(3, 23).view(2, 10), "attention_mask": mask, "document_starts": starts}
+    base = build("mnemic-sinusoidal")(**given).logits
+    found = mnemic.augment(build("mnemic-sinusoidal"), mnemic.MemoryTokens(count=3, gated=True)).eval()(**given).logits
+    real = mask.bool()
+    torch.testing.assert_close(found[real], base[real], rtol=1e-4, atol=1e-4)

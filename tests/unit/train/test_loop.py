@@ -155,6 +155,12 @@ def test_bf16(corpus, tokenizer, make_model, settings, kind, tmp_path):
     assert seen["bf16"] == pytest.approx(seen["float32"], rel=0.02)
 
 
+def test_an_output_memory_is_evaluated_in_bf16(corpus, tokenizer, make_model, settings, tmp_path):
+    model = mnemic.augment(make_model(), mnemic.OutputMemory())
+    run = mnemic.train(model, tokenizer, corpus, settings(steps=2, precision="bf16", evaluate_every=1))
+    assert all(entry["loss"] < 10 for entry in run.report["evaluations"])
+
+
 def test_tensorboard_gets_what_the_log_has(corpus, tokenizer, make_model, settings):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
