@@ -27,6 +27,8 @@ CORPORA = Registry(
         "isabelle": "mnemic.data.papers:isabelle",
         "c4": "mnemic.data.papers:c4",
         "multi30k": "mnemic.data.pairs:multi30k",
+        "wmt14": "mnemic.data.pairs:wmt14",
+        "iwslt14": "mnemic.data.pairs:iwslt14",
     },
 )
 """Name -> function(path | None) -> Corpus; the first line of its docstring says what a document is."""

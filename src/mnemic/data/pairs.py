@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mnemic.data.documents import SPLIT_WORDS, SPLITS, Corpus, Document, Reader
 from mnemic.data.hub import HUB_SPLITS, paper_rows
-from mnemic.data.local import listed, local_corpus, named_folder, present
+from mnemic.data.local import DATA, listed, local_corpus, named_folder, present
 from mnemic.data.reading import lines_of, read_pieces, unpacked_name
 from mnemic.errors import UsageError
 
@@ -127,13 +127,35 @@ def _lines(file: Path) -> Iterator[Document]:
 
 def multi30k(path: str | None) -> Corpus:
     """Multi30k, descriptions of pictures in German and English: a pair of sentences is a pair of documents."""
-    if folder := named_folder("multi30k", path):
-        return parallel_corpus(folder, "multi30k", ("de", "en")) or local_corpus(folder, "multi30k")
-    sides = {split: {side: partial(_hub_sentences, split, side) for side in ("de", "en")} for split in SPLITS}
-    return ParallelCorpus("multi30k", sides, ("de", "en"))
+    return _german_and_english("multi30k", path, "bentrevett/multi30k")
 
 
-def _hub_sentences(split: str, language: str) -> Iterator[Document]:
-    rows = paper_rows("multi30k", "bentrevett/multi30k", split=HUB_SPLITS[split])
+def wmt14(path: str | None) -> Corpus:
+    """WMT-14, news and parliament in German and English: a pair of sentences is a pair of documents."""
+    return _german_and_english("wmt14", path, "wmt/wmt14", "de-en")
+
+
+def iwslt14(path: str | None) -> Corpus:
+    """IWSLT'14, talks in German and English: a pair of sentences is a pair of documents."""
+    return _german_and_english("iwslt14", path)
+
+
+def _german_and_english(name: str, path: str | None, *dataset: str) -> Corpus:
+    """The parallel corpus in the folder of that name, or else that data set of the hub, if there is one."""
+    if folder := named_folder(name, path):
+        return parallel_corpus(folder, name, ("de", "en")) or local_corpus(folder, name)
+    if not dataset:
+        raise UsageError(
+            f"{name} is read from files train.de, train.en, valid.de, ..., test.en: give their folder as path=, or put "
+            f"them in {name}/ in the folder that {DATA} names"
+        )
+    sides = {
+        split: {side: partial(_hub_sentences, name, split, side, dataset) for side in ("de", "en")} for split in SPLITS
+    }
+    return ParallelCorpus(name, sides, ("de", "en"))
+
+
+def _hub_sentences(name: str, split: str, language: str, dataset: tuple[str, ...]) -> Iterator[Document]:
+    rows = paper_rows(name, *dataset, split=HUB_SPLITS[split])
     for number, row in enumerate(rows, start=1):
-        yield Document(f"{split}.{language}:{number}", row[language].strip())
+        yield Document(f"{split}.{language}:{number}", row.get("translation", row)[language].strip())

@@ -75,6 +75,36 @@ def test_a_split_may_have_a_longer_name_and_the_plain_one_wins(tmp_path):
     assert texts(open_corpus(folder), "test") == [("plain", "plain")]
 
 
+@pytest.mark.parametrize("name", ["wmt14", "iwslt14"])
+def test_corpora_of_translations_are_known_by_name(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("MNEMIC_DATA", str(tmp_path))
+    if name == "iwslt14":
+        with pytest.raises(UsageError, match="give their folder as path="):
+            open_corpus(name)
+    (tmp_path / name).mkdir()
+    make(tmp_path / name, {f"{stem}.{side}": side for stem in ("train", "valid", "test") for side in ("de", "en")})
+    assert texts(open_corpus(name), "valid") == [("de", "en")]
+    assert texts(open_corpus(f"{name}:en-de", str(tmp_path / name)), "test") == [("en", "de")]
+
+
+def test_pairs_from_the_hub(monkeypatch):
+    """Rows have a column for each language, or one with both."""
+    both = {"de": " ein Haus ", "en": "a house"}
+    for name, dataset, row in (
+        ("multi30k", ("bentrevett/multi30k",), both),
+        ("wmt14", ("wmt/wmt14", "de-en"), {"translation": both}),
+    ):
+        asked = []
+
+        def rows(*arguments, split, asked=asked, row=row):
+            asked.append((arguments[1:], split))
+            return [row]
+
+        monkeypatch.setattr("mnemic.data.pairs.paper_rows", rows)
+        assert texts(open_corpus(name), "valid") == [("ein Haus", "a house")]
+        assert set(asked) == {(dataset, "validation")}
+
+
 def test_the_named_corpus(tmp_path, monkeypatch):
     (tmp_path / "multi30k").mkdir()
     make(
