@@ -144,11 +144,6 @@ def _german_and_english(name: str, path: str | None, *dataset: str) -> Corpus:
     """The parallel corpus in the folder of that name, or else that data set of the hub, if there is one."""
     if folder := named_folder(name, path):
         return parallel_corpus(folder, name, ("de", "en")) or local_corpus(folder, name)
-    if not dataset:
-        raise UsageError(
-            f"{name} is read from files train.de, train.en, valid.de, ..., test.en: give their folder as path=, or put "
-            f"them in {name}/ in the folder that {DATA} names"
-        )
     sides = {
         split: {side: partial(_hub_sentences, name, split, side, dataset) for side in ("de", "en")} for split in SPLITS
     }
@@ -156,6 +151,11 @@ def _german_and_english(name: str, path: str | None, *dataset: str) -> Corpus:
 
 
 def _hub_sentences(name: str, split: str, language: str, dataset: tuple[str, ...]) -> Iterator[Document]:
+    if not dataset:
+        raise UsageError(
+            f"{name} is read from files train.de, train.en, valid.de, ..., test.en: give their folder as path=, or put "
+            f"them in {name}/ in the folder that {DATA} names"
+        )
     rows = paper_rows(name, *dataset, split=HUB_SPLITS[split])
     for number, row in enumerate(rows, start=1):
         yield Document(f"{split}.{language}:{number}", row.get("translation", row)[language].strip())
