@@ -47,7 +47,10 @@ def compare(script: str, settings: list[str], arguments: list[str], repeats: int
 
 
 def run_once(command: list[str]) -> dict[str, Any]:
-    """The JSON object that a process printed last, with its peak memory added as "peak_mb"."""
+    """The JSON object that a process printed last, with its peak memory added as "peak_mb".
+
+    Of a process that says what it held before its work, "before_mb", only the work's own counts.
+    """
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output)
         _, status, usage = os.wait4(process.pid, 0)
@@ -56,7 +59,8 @@ def run_once(command: list[str]) -> dict[str, Any]:
         lines = output.read().splitlines()
     if process.returncode or not lines:
         raise SystemExit(f"benchmark failed with exit code {process.returncode}: {' '.join(command)}")
-    return {**json.loads(lines[-1]), "peak_mb": usage.ru_maxrss / 1024}
+    found = json.loads(lines[-1])
+    return {**found, "peak_mb": usage.ru_maxrss / 1024 - found.get("before_mb", 0)}
 
 
 def summary(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, dict[str, Any]]:

@@ -31,11 +31,13 @@ SHARES = ("write", "process", "read")
 
 def main(folder: Path, size: str, seeds: Sequence[int] | None, runs: Path) -> None:
     """Trains the models of Table 1, if that is not done, and reads sentences with them."""
-    settings = Settings.read(folder / f"{size}.toml").varied("small")
+    settings = Settings.read(folder / f"{size}.toml")
+    settings = settings.varied("base" if settings.has("base") else "small")
     seed = (seeds or settings.seeds)[0]
     pairs = list(islice(settings.text("home").open().pairs("test"), SENTENCES.get(size, MOST)))
     (folder / "results").mkdir(exist_ok=True)
     found: dict[str, Any] = {}
+    even: dict[str, float] = {}  # the memory's share of all that can be attended to
     for label, trained in MODELS.items():
         say(f"Figures ({size}), seed {seed}: {label}")
         made = Model(trained, settings, seed, runs)
@@ -43,10 +45,12 @@ def main(folder: Path, size: str, seeds: Sequence[int] | None, runs: Path) -> No
         model = made.load().eval()
         maps = [mnemic.attention_maps(model, made.tokenizer, pair.source.text) for pair in pairs]
         found[label] = {stack: layers(maps, stack) for stack in maps[0].with_memory}
+        even[label] = mean(one["encoder"].memory_keys / one["encoder"].weights.shape[-1] for one in maps)
         for stack in maps[0].with_memory:
             maps[0].plot(folder / "results" / picture(size, label, stack), stack)
         maps[0].plot_summary(folder / "results" / picture(size, label, "summary"))
     results = {"size": size, "seed": seed, "sentences": len(pairs), "sentence": pairs[0].source.text, "layers": found}
+    results["even"] = even
     results |= {"settings": settings.to_dict(), "commit": commit(), "versions": versions(), "machine": machine()}
     write_text(folder / "results" / f"{size}.json", json.dumps(results, indent=2) + "\n")
 
@@ -84,6 +88,10 @@ def table(folder: Path, size: str) -> None:
         *(f"| {' | '.join(row)} |" for row in lines),
         "",
         known + f"Commit: {(results['commit'] or 'unknown')[:10]}.",
+        "",
+        "Attention that is spread evenly would have the memory's share of all that stands there: process and read "
+        + ", ".join(f"{share:.2f} ({label})" for label, share in results["even"].items())
+        + ", write what is left.",
     ]
     for label, stacks in results["layers"].items():
         for what in ("summary", *stacks):

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     for text in arguments.memory:
         read_memory(text)  # a mistake is told before anything is loaded
     model, tokenizer = load_model(arguments.model)
-    give_memories(model, arguments.memory)
+    give_memories(model, arguments.memory, config.seed)
     tuned = tuned_on_valid(model, tokenizer, corpus, config) if arguments.tune else {}
     if arguments.save:
         model.save_pretrained(arguments.save)

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     model, tokenizer = load_model(arguments.model)
     before = prompt if writer(model) is continue_text else ""
-    give_memories(model, arguments.memory)
+    give_memories(model, arguments.memory, config.seed)
     for path in arguments.read:
         read_file(model, tokenizer, path)
     used = [] if arguments.no_memory else memories_of(model)

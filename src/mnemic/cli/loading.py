@@ -66,10 +66,16 @@ def load_for_task(name: str, task: Any) -> tuple[Any, Any]:
     return with_head(source, task), load_tokenizer(source)
 
 
-def give_memories(model: Any, texts: list[str]) -> None:
-    """Puts the memories into a model that stood after --memory; one that is there and has learned is changed."""
+def give_memories(model: Any, texts: list[str], seed: int = 0) -> None:
+    """Puts the memories into a model that stood after --memory; one that is there and has learned is changed.
+
+    seed: of what begins at random in them.
+    """
+    import torch
+
     from mnemic.augment import augment
 
+    torch.manual_seed(seed)
     handles = model.memory.handles if hasattr(model, "memory") else {}
     new = []
     for text in texts:

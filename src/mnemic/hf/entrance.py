@@ -92,7 +92,10 @@ class Entrance:
         if behind and not streams:
             _check_nothing_kept(kwargs)
         if not added + stored and (starts is None or self._native):
-            _check_filled_with(past, self.prefix)
+            if past and self.prefix is not None and self.prefix.rows(len(_inputs(kwargs)), None).columns:
+                raise UsageError(
+                    "this KV cache was filled without the memory: start a new one, or read on within disabled()"
+                )
             self._begin(None, kwargs)
             return (), kwargs | ({"document_starts": starts} if self._native else {})
         _check(kwargs, cache, added)
@@ -362,11 +365,6 @@ def _check(kwargs: dict[str, Any], cache: Any, added: int) -> None:
     mask = kwargs.get("attention_mask")
     if mask is not None and (isinstance(mask, dict) or mask.ndim != 2):
         raise UsageError("with a memory the attention_mask must be (batch, length): the memory extends it by itself")
-
-
-def _check_filled_with(past: int, prefix: Prefix | None) -> None:
-    if past and prefix is not None:
-        raise UsageError("this KV cache was filled without the memory: start a new one, or read on within disabled()")
 
 
 def _check_right_padded(mask: torch.Tensor | None, name: str) -> None:

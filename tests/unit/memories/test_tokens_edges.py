@@ -163,3 +163,26 @@ def test_a_change_keeps_what_is_frozen_frozen_and_nothing_is_made_anew_without_n
     assert model.memory.tokens.layer.vectors is vectors
     model.memory.change("tokens", count=4)
     assert not any(p.requires_grad for p in model.memory.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mistral", "mnemic-rotary"])
+@pytest.mark.parametrize("variant", ["plain", "control"])
+def test_a_model_without_its_memory_writes_as_its_base(architecture: str, variant: str) -> None:
+    """A lesion to no token at all: with a KV cache too."""
+    model = mnemic.augment(build(architecture), mnemic.MemoryTokens(count=3, variant=variant)).eval()
+    model.memory.change("tokens", count=0)
+    given = {"input_ids": torch.arange(3, 9)[None], "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    written = model.generate(**given, **how)
+    assert torch.equal(written, build(architecture).eval().generate(**given, **how))
+
+
+@pytest.mark.parametrize("architecture", ["mnemic-encoder-decoder", "t5", "bart"])
+@pytest.mark.parametrize("place", ["encoder", "decoder", "both"])
+def test_a_translation_without_its_memory_is_that_of_its_base(architecture: str, place: str) -> None:
+    model = mnemic.augment(build(architecture), mnemic.MemoryTokens(count=3, place=place)).eval()
+    model.memory.change("tokens", count=0)
+    given = {"input_ids": torch.arange(3, 9)[None], "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    for beams in (1, 3):
+        how = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
+        assert torch.equal(model.generate(**given, **how), build(architecture).eval().generate(**given, **how))

@@ -86,6 +86,18 @@ def test_memorizing_transformers_are_about_as_large_as_the_papers(name: str, mil
     assert (config.position, config.head_dim) == ("t5", 128)
 
 
+@pytest.mark.parametrize(("name", "millions"), [("small", 2.9), ("base", 48.3)])
+def test_translation_is_of_the_sizes_of_memory_transformer(name: str, millions: float) -> None:
+    config: Any = preset(f"memory-transformer-{name}", vocab_size=8192)
+    sizes = (config.encoder_layers, config.decoder_layers, config.hidden_size, config.intermediate_size)
+    assert sizes == {"small": (4, 4, 128, 512), "base": (6, 6, 512, 2048)}[name]
+    assert (config.num_attention_heads, config.dropout) == (8, 0.1)
+    with torch.device("meta"):
+        model = MnemicEncoderDecoderForConditionalGeneration(config)
+    model.tie_weights()
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == millions
+
+
 @pytest.mark.parametrize("name", [name for name in PRESETS if "small" in name])
 def test_small_ones_are_small(name: str) -> None:
     assert 0 < parameters(name) < 6e6
