@@ -201,8 +201,10 @@ def test_rule_04_the_memory_learns_and_its_gradient_is_right(memory: str, archit
 
         got = (parameter.grad * direction).sum().item()
         assert abs(got) > 1e-6, name
-        if abs(slope(1e-6) / slope(1e-5) - 1) < 1e-6:
-            assert slope(3e-6) == pytest.approx(got, rel=1e-6), name
+        # a feed-forward's corner may be within the larger step
+        smooth = next((step for step in (3e-6, 3e-7) if abs(slope(step / 3) / slope(step * 3) - 1) < 1e-6), None)
+        if smooth is not None:
+            assert slope(smooth) == pytest.approx(got, rel=1e-6), name
         else:  # parts are computed in float32 whatever the weights are: the step must stand out from that
             slopes = [slope(step) for step in (1e-5, 1e-4, 1e-3, 1e-2, 3e-2)]
             assert min(abs(s / got - 1) for s in slopes) < 1e-2, (name, got, slopes)
@@ -230,7 +232,8 @@ def test_rule_05_padding_changes_nothing(memory: str, architecture: str, side: s
 
     if difference(base) > 1e-3:
         pytest.skip("the base model itself places tokens by where they stand, left padding moves them")
-    if side == "left" and memory.partition(".")[0] == "tokens" and model.memory._places.anatomy.positions == "relative":
+    at_encoder = memory.partition(".")[0] == "tokens" and memory != "tokens.decoder"
+    if side == "left" and at_encoder and model.memory._places.anatomy.positions == "relative":
         with pytest.raises(UnsupportedModel, match="pad on the right"):
             model(**padded)
         pytest.skip("T5 counts distances by place in the input: padding on the left is an error")

@@ -106,11 +106,10 @@ class Entrance:
         if not streams:
             seen = past - stored
             kwargs["position_ids"] = sequence_positions(self.places, kwargs, starts, batch, length, seen, inputs.device)
-            if kwargs.get("attention_mask") is None:  # or transformers would look for packed rows in the positions
-                kwargs["attention_mask"] = inputs.new_ones(batch, seen + length, dtype=torch.long)
+            if kwargs.get("attention_mask") is None and not past:  # or transformers would look for packed rows
+                kwargs["attention_mask"] = inputs.new_ones(batch, length, dtype=torch.long)
         if (mask := kwargs.get("attention_mask")) is not None:
-            around = [mask.new_ones(batch, added + stored), mask, mask.new_ones(batch, behind)]
-            kwargs["attention_mask"] = torch.cat(around, dim=1)
+            kwargs["attention_mask"] = torch.nn.functional.pad(mask, (added + stored, behind), value=1)
         if rows is not None:
             self._surround(kwargs, rows, batch)
         if streams:
