@@ -15,11 +15,11 @@ from functools import partial
 from mnemic.data import Corpus, Document
 
 NAME = "facts"
-KEYS, VALUES = [f"k{number}" for number in range(4)], [f"v{number}" for number in range(8)]
+KEYS, VALUES = [f"k{number}" for number in range(4)], [f"v{number}" for number in range(16)]
 OTHERS = [f"w{number}" for number in range(12)]
-FACTS = 2
+FACTS = 1
 DOCUMENTS = {"train": 20_000, "valid": 50}
-LENGTHS = (16, 256)  # words of a document
+LENGTHS = (16, 512)  # words of a document
 
 
 def corpus() -> Corpus:
@@ -30,7 +30,7 @@ def corpus() -> Corpus:
 def _documents(split: str) -> Iterator[Document]:
     draw = random.Random(split)
     for number in range(DOCUMENTS[split]):
-        often, length = draw.random() ** 0.5, draw.randint(*LENGTHS)
+        often, length = draw.random() ** 3, draw.randint(*LENGTHS)
         yield Document(f"{split}:{number}", " ".join(words(draw, length, often)))
 
 
