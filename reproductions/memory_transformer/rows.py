@@ -18,3 +18,8 @@ def memory(count: int, variant: str = "plain") -> Trained:
 def grown(start: Trained, count: int) -> Trained:
     """A trained model that goes on with so many tokens."""
     return Trained(f"{start.name}-{count}", batching="documents", tokens={"count": count}, start=start)
+
+
+def longer(start: Trained) -> Trained:
+    """A trained model without memory that goes on."""
+    return Trained(f"{start.name}-on", batching="documents", start=start)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_every_variant_is_trained_and_translates(name: str, root: Path) -> None:
     measured = [results["measurements"][table.key(row)]["0"] for row in small]
     assert all(0 <= figure <= 100 for made in measured for figure in made["figures"].values())
     models = {made["model"] for made in measured}
-    assert len(models) == {"table1": 9, "table2": 2, "table3": 7}[name]
+    assert len(models) == {"table1": 9, "table2": 2, "table3": 11}[name]
 
 
 def test_models_of_the_tables_have_the_memory_that_their_rows_say(root: Path) -> None:
@@ -97,12 +97,31 @@ def test_models_of_the_tables_have_the_memory_that_their_rows_say(root: Path) ->
 def test_an_extended_memory_goes_on_from_the_smaller_one(root: Path) -> None:
     settings = Settings.read(PAPER / "table3" / "smoke.toml")
     rows = imported(PAPER / "table3" / "run.py").TABLE.rows
-    grown = Model(rows[2].trained, settings, 0, root / "runs")
+    trained = next(row.trained for row in rows if row.trained.tokens.get("count") == 10)
+    grown = Model(trained, settings, 0, root / "runs")
     assert grown.start is not None
     before = grown.start.begun() if not grown.start.folder.exists() else grown.start.load()
     begun = grown.begun()
     assert len(begun.memory.tokens.layer.vectors) == 10
     assert torch.equal(begun.memory.tokens.layer.vectors[:5], before.memory.tokens.layer.vectors)
+
+
+def test_a_model_without_memory_goes_on_as_long(root: Path) -> None:
+    results = run(root, "table3")["measurements"]
+    stages = [stage for stage in results if stage.startswith("no memory: ")]
+    assert len(stages) == 4
+    for stage in stages:
+        without = results[stage]["0"]["training"]
+        of_memory = results[stage.replace("no memory", "5 tokens throughout")]["0"]["training"]
+        assert without["tokens"] == of_memory["tokens"]
+        assert without["parameters"] < of_memory["parameters"]
+    settings = Settings.read(PAPER / "table3" / "smoke.toml")
+    longer = [row.trained for row in imported(PAPER / "table3" / "run.py").TABLE.rows if not row.trained.tokens]
+    models = [Model(trained, settings, 0, root / "runs") for trained in longer]
+    assert [len(model.folder.name.split("-on")) - 1 for model in models] == [0, 1, 2, 3]
+    assert not any(hasattr(model.load(), "memory") for model in models)
+    weights = [model.load().get_input_embeddings().weight for model in models]
+    assert not any(torch.equal(one, other) for one, other in pairwise(weights))
 
 
 def test_a_lesion_is_measured_with_the_tokens_that_are_left(root: Path) -> None:
