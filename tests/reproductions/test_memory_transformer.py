@@ -100,8 +100,8 @@ def test_an_extended_memory_goes_on_from_the_smaller_one(root: Path) -> None:
     trained = next(row.trained for row in rows if row.trained.tokens.get("count") == 10)
     grown = Model(trained, settings, 0, root / "runs")
     assert grown.start is not None
-    before = grown.start.begun() if not grown.start.folder.exists() else grown.start.load()
-    begun = grown.begun()
+    grown.start.train()
+    before, begun = grown.start.load(), grown.begun()
     assert len(begun.memory.tokens.layer.vectors) == 10
     assert torch.equal(begun.memory.tokens.layer.vectors[:5], before.memory.tokens.layer.vectors)
 
