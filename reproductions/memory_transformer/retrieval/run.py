@@ -7,6 +7,7 @@ an XL cache of one segment, and with an attention memory of the whole document.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 from tables import facts
-from tables.harness import machine
+from tables.harness import machine, read_results
 from tables.models import Model, Trained
-from tables.readme import put_between
+from tables.readme import put_between, said
 from tables.settings import Settings
 
 from mnemic.data import tokenize_corpus
@@ -41,23 +42,35 @@ SURE = 0.5  # an answer is right that is given more than half of the probability
 
 
 def main(folder: Path, size: str, seeds: Sequence[int] | None, runs: Path) -> None:
-    """Trains each model and asks it."""
+    """Trains each model and asks it; what is in the results already is not done again."""
     settings = Settings.read(folder / f"{size}.toml")
-    (folder / "results").mkdir(exist_ok=True)
-    distances = DISTANCES.get(size, USUAL)
-    models: dict[str, dict[str, Any]] = {label: {} for label in MODELS}
+    path = folder / "results" / f"{size}.json"
+    found = read_results(path)
+    if found.get("settings") != settings.to_dict():
+        found = {"size": size, "settings": settings.to_dict(), "measurements": {label: {} for label in MODELS}}
     for seed in settings.seeds if seeds is None else seeds:
         for label, (trained, variant) in MODELS.items():
+            if str(seed) in found["measurements"][label]:
+                continue
             say(f"Retrieval ({size}), seed {seed}: {label}")
             made = Model(trained, settings.varied(variant), seed, runs)
-            report, segment = made.train(), settings.train["segment_length"]
-            shares = {str(distance): right(made, segment, distance) for distance in distances}
-            training = {"step": report["step"], "tokens": report["tokens"], "seconds": report["seconds"]}
-            training |= {"parameters": report["parameters"]["all"]}
-            models[label][str(seed)] = {"right": shares, "training": training}
-    results = {"size": size, "models": models, "settings": settings.to_dict()}
-    results |= {"commit": commit(), "versions": versions(), "machine": machine()}
-    write_text(folder / "results" / f"{size}.json", json.dumps(results, indent=2) + "\n")
+            found["measurements"][label][str(seed)] = measured(made, size)
+            write_text(path, json.dumps(found, indent=2) + "\n")
+
+
+def measured(made: Model, size: str) -> dict[str, Any]:
+    """What a model answers after each distance, and what made it."""
+    began, report = time.monotonic(), made.train()
+    segment = made.settings.train["segment_length"]
+    return {
+        "right": {str(distance): right(made, segment, distance) for distance in DISTANCES.get(size, USUAL)},
+        "training": {name: report[name] for name in ("step", "tokens", "seconds")}
+        | {"parameters": report["parameters"]["all"]},
+        "seconds": time.monotonic() - began,
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(),
+    }
 
 
 def right(made: Model, segment: int, distance: int) -> float:
@@ -74,20 +87,21 @@ def right(made: Model, segment: int, distance: int) -> float:
 
 def table(folder: Path, size: str) -> None:
     """Puts the shares in README.md."""
-    results = json.loads((folder / "results" / f"{size}.json").read_text(encoding="utf-8"))
-    distances = list(next(iter(next(iter(results["models"].values())).values()))["right"])
+    results = read_results(folder / "results" / f"{size}.json")
+    distances = [str(distance) for distance in DISTANCES.get(size, USUAL)]
     rows = [["model", "parameters", *distances], ["---"] * (2 + len(distances))]
-    for label, seeds in results["models"].items():
+    for label, seeds in results["measurements"].items():
+        if not seeds:
+            rows.append([label, "", *("not run" for _ in distances)])
+            continue
         parameters = next(iter(seeds.values()))["training"]["parameters"]
-        shares = [" ± ".join(said(100 * seed["right"][distance] for seed in seeds.values())) for distance in distances]
+        shares = [spread([100 * made["right"][distance] for made in seeds.values()]) for distance in distances]
         rows.append([label, f"{parameters:,}", *shares])
-    known = f"Size: {size}. Seeds: {', '.join(next(iter(results['models'].values())))}. "
-    known += f"Commit: {(results['commit'] or 'unknown')[:10]}. Processors: {results['machine']['processors']}."
-    put_between(folder / "README.md", "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", known]))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    put_between(folder / "README.md", "\n".join([*lines, "", said(results, size)]))
 
 
-def said(shares: Any) -> list[str]:
-    """The mean, and the half of the range."""
-    found = list(shares)
-    half = (max(found) - min(found)) / 2
-    return [f"{mean(found):.0f}"] + ([f"{half:.0f}"] if len(found) > 1 else [])
+def spread(shares: Sequence[float]) -> str:
+    """The mean, with the least and the largest where they differ."""
+    least, largest = (f"{share:.0f}" for share in (min(shares), max(shares)))
+    return least if least == largest else f"{mean(shares):.0f} ({least} to {largest})"
