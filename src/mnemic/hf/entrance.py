@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from mnemic.errors import UnsupportedModel, UsageError
+from mnemic.errors import UsageError
 from mnemic.hf import masks, reading
 from mnemic.hf.anatomy import Places
 from mnemic.hf.caches import pin
 from mnemic.hf.positions import prefix_positions, separates_documents, sequence_positions, suffix_positions
-from mnemic.hf.prefix import Prefix, Vectors
+from mnemic.hf.prefix import Prefix, Vectors, check_nothing_kept, check_right_padded, check_room
 from mnemic.hf.xl import OpenSegment, open_segment
 
 MARK = "mnemic_prefix"  # set on a KV cache or an encoder's output: how many of its first entries are the prefix
@@ -76,34 +76,55 @@ class Entrance:
 
     def _enter(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        starts = kwargs.pop("document_starts", None)
-        starts = reading.starts_being_read() if starts is None else starts
-        starts = None if starts is None else starts.bool()
         cache = self._cache(kwargs)
         streams = hasattr(cache, "prefix")  # our own XL cache: it keeps no prefix, so each segment brings its own
         past = cache.get_seq_length() if cache is not None and not streams else 0
         stored = getattr(cache, MARK, 0) if past else 0
-        if starts is None and self.prefix is not None and not past:
-            starts = self._packed(kwargs)
+        starts = self._starts(kwargs, past)
         rows = self._vectors(kwargs, starts) if past == 0 else None
-        added, behind = (rows.columns, rows.behind) if rows is not None else (0, 0)
+        added = 0 if rows is None else rows.columns
         if streams and not self._native:
             return (), self._stream_foreign(kwargs, starts, added, cache)
-        if behind and not streams:
-            _check_nothing_kept(kwargs)
+        if rows is not None and rows.behind and not streams:
+            check_nothing_kept(kwargs)
         if not added + stored and (starts is None or self._native):
-            if past and self.prefix is not None and self.prefix.rows(len(_inputs(kwargs)), None).columns:
-                raise UsageError(
-                    "this KV cache was filled without the memory: start a new one, or read on within disabled()"
-                )
-            self._begin(None, kwargs)
-            return (), kwargs | ({"document_starts": starts} if self._native else {})
-        _check(kwargs, cache, added)
+            return (), self._as_it_is(kwargs, starts, past)
+        check_room(kwargs, cache, added)
+        return (), self._widened(kwargs, starts, rows, cache if streams else None, past, stored)
+
+    def _starts(self, kwargs: dict[str, Any], past: int) -> torch.Tensor | None:
+        """Where documents start: as this forward was told, or the whole model, or by transformers' sign for it."""
+        starts = kwargs.pop("document_starts", None)
+        starts = reading.starts_being_read() if starts is None else starts
+        if starts is None and self.prefix is not None and not past:
+            starts = self._packed(kwargs)
+        return None if starts is None else starts.bool()
+
+    def _as_it_is(self, kwargs: dict[str, Any], starts: torch.Tensor | None, past: int) -> dict[str, Any]:
+        """The inputs of a forward with nothing around them."""
+        if past and self.prefix is not None and self.prefix.rows(len(_inputs(kwargs)), None).columns:
+            raise UsageError(
+                "this KV cache was filled without the memory: start a new one, or read on within disabled()"
+            )
+        self._begin(None, kwargs)
+        return kwargs | ({"document_starts": starts} if self._native else {})
+
+    def _widened(
+        self,
+        kwargs: dict[str, Any],
+        starts: torch.Tensor | None,
+        rows: Vectors | None,
+        xl_cache: Any,
+        past: int,
+        stored: int,
+    ) -> dict[str, Any]:
+        """The inputs with what is put around them, and with room in mask and positions for what a cache keeps of it."""
+        added, behind = (0, 0) if rows is None else (rows.columns, rows.behind)
         if added and self.places.anatomy.positions == "relative":
-            _check_right_padded(kwargs.get("attention_mask"), type(stack).__name__)
+            check_right_padded(kwargs.get("attention_mask"), type(self.places.stack).__name__)
         inputs = _inputs(kwargs)
         batch, length = inputs.shape[:2]
-        if not streams:
+        if xl_cache is None:
             seen = past - stored
             kwargs["position_ids"] = sequence_positions(self.places, kwargs, starts, batch, length, seen, inputs.device)
             if kwargs.get("attention_mask") is None and not past:  # or transformers would look for packed rows
@@ -112,18 +133,18 @@ class Entrance:
             kwargs["attention_mask"] = torch.nn.functional.pad(mask, (added + stored, behind), value=1)
         if rows is not None:
             self._surround(kwargs, rows, batch)
-        if streams:
-            change = self._streaming(kwargs, starts, batch, rows, cache)
+        if xl_cache is not None:
+            change = self._streaming(kwargs, starts, batch, rows, xl_cache)
         else:
             change = self._mask_change(starts, batch, added or stored, past, inputs.device, rows)
-        self._begin(change, kwargs, rows, cache if streams else None, batch)
+        self._begin(change, kwargs, rows, xl_cache, batch)
         if self.prefix is not None and self.prefix.by_key:
             kwargs["attention_mask"] = kwargs["attention_mask"][:, None, None].bool()
         if "position_ids" not in self._parameters:
             kwargs.pop("position_ids", None)
         if self.prefix is not None and self.prefix.fixed:
             kwargs["fixed_memory"] = True
-        return (), kwargs
+        return kwargs
 
     def _leave(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         call = self._end()
@@ -326,7 +347,7 @@ class Entrance:
             marked = getattr(source, MARK, 0)  # the very tensor that left the encoder has a mark; copies need a mask
             prefix = marked if mask is None or mask.ndim != 2 else source.shape[1] - mask.shape[1]
         if prefix and mask is not None:
-            _check({"attention_mask": mask}, None, prefix)
+            check_room({"attention_mask": mask}, None, prefix)
             kwargs["encoder_attention_mask"] = torch.cat([mask.new_ones(len(mask), prefix), mask], dim=1)
         bias = self._bias(prefix, source.device) if source is not None else None
         config: Any = decoder.config
@@ -348,30 +369,6 @@ def _inputs(kwargs: dict[str, Any]) -> torch.Tensor:
     """The ids (B, T) or embeddings (B, T, d) that a stack is given."""
     found: torch.Tensor = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     return found
-
-
-def _check_nothing_kept(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("past_key_values") is not None:
-        raise UsageError(
-            "a memory that goes from segment to segment writes at the end of each, and a KV cache would keep what it "
-            "writes: read segments without past_key_values"
-        )
-
-
-def _check(kwargs: dict[str, Any], cache: Any, added: int) -> None:
-    if added and getattr(cache, "is_compileable", False):
-        raise UsageError("a static KV cache has no room for memory tokens: leave cache_implementation at its default")
-    mask = kwargs.get("attention_mask")
-    if mask is not None and (isinstance(mask, dict) or mask.ndim != 2):
-        raise UsageError("with a memory the attention_mask must be (batch, length): the memory extends it by itself")
-
-
-def _check_right_padded(mask: torch.Tensor | None, name: str) -> None:
-    if mask is not None and not mask[:, 0].all():
-        raise UnsupportedModel(
-            f"{name} counts distances by place in the input, so padding on the left would come between the memory "
-            "and the sequence: pad on the right (tokenizer.padding_side = 'right')"
-        )
 
 
 def _without(output: Any, first: int, last: int = 0) -> Any:

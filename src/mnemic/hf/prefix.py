@@ -1,11 +1,14 @@
-"""What a memory puts around the input of a stack."""
+"""What a memory puts around the input of a stack, and the inputs that have no place for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from mnemic.errors import UnsupportedModel, UsageError
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,30 @@ class Prefix:
     outputs: Callable[[torch.Tensor], None] | None = None
     written: Callable[[torch.Tensor], None] | None = None
     fixed: bool = False  # whether a decoder of ours is told that they are equally far from all tokens
+
+
+def check_nothing_kept(kwargs: dict[str, Any]) -> None:
+    """Refuses a KV cache where vectors behind the input would stay in it."""
+    if kwargs.get("past_key_values") is not None:
+        raise UsageError(
+            "a memory that goes from segment to segment writes at the end of each, and a KV cache would keep what it "
+            "writes: read segments without past_key_values"
+        )
+
+
+def check_room(kwargs: dict[str, Any], cache: Any, added: int) -> None:
+    """Refuses a KV cache or a mask that has no place for what is put before the input."""
+    if added and getattr(cache, "is_compileable", False):
+        raise UsageError("a static KV cache has no room for memory tokens: leave cache_implementation at its default")
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (isinstance(mask, dict) or mask.ndim != 2):
+        raise UsageError("with a memory the attention_mask must be (batch, length): the memory extends it by itself")
+
+
+def check_right_padded(mask: torch.Tensor | None, name: str) -> None:
+    """Refuses padding between the memory and the sequence where positions are counted by place."""
+    if mask is not None and not mask[:, 0].all():
+        raise UnsupportedModel(
+            f"{name} counts distances by place in the input, so padding on the left would come between the memory "
+            "and the sequence: pad on the right (tokenizer.padding_side = 'right')"
+        )
