@@ -13,7 +13,7 @@ import torch
 
 from mnemic.cli.loading import load_model, read_new_model
 from mnemic.errors import UsageError
-from tests.reproductions.test_trime import HERE, imported, runner
+from tests.reproductions.runner import HERE, imported, runner
 
 EDITING = HERE / "product_keys" / "editing"
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mnemic.data import train_tokenizer
 from mnemic.errors import UsageError
-from tests.reproductions.test_trime import HERE, imported, runner
+from tests.reproductions.runner import HERE, imported, runner
 
 from memorizing.rows import PLAIN, memorizing  # isort: skip
 from tables import pretrained  # isort: skip
@@ -183,14 +183,3 @@ def test_settings_of_all_sizes_can_be_read(name: str, size: str) -> None:
         varied = settings.varied(row.variant)
         assert not row.trained.attention or row.trained.attention["size"] in varied.memory
         assert varied.evaluate["window"] == varied.train["segment_length"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_readme_shows_is_what_was_measured(name: str, tmp_path: Path) -> None:
-    folder = HERE / "memorizing" / name
-    if not (folder / "results" / "small.json").exists():
-        assert "Not run yet" in (folder / "README.md").read_text()
-        return
-    shutil.copytree(folder, tmp_path / name)
-    imported(folder / "run.py").table(tmp_path / name, "small")
-    assert (tmp_path / name / "README.md").read_text() == (folder / "README.md").read_text()

@@ -15,7 +15,7 @@ import torch
 
 import mnemic
 from mnemic.errors import UsageError
-from tests.reproductions.test_trime import HERE, imported, runner
+from tests.reproductions.runner import HERE, imported, runner
 
 from tables import facts  # isort: skip
 from tables.finetuned import Encoder, TaskTable  # isort: skip
@@ -44,17 +44,6 @@ def test_all_rows_of_the_paper_are_there_and_in_the_readme() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", (PAPER / "README.md").read_text(), flags=re.MULTILINE)
     assert listed == ["table1", "table2", "table3", "table4", "table5", "figures", "retrieval"]
     assert set(NAMES) == set(listed)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_readme_shows_is_what_was_measured(name: str, tmp_path: Path) -> None:
-    folder = PAPER / name
-    if not (folder / "results" / "small.json").exists():
-        assert "Not run yet" in (folder / "README.md").read_text()
-        return
-    shutil.copytree(folder, tmp_path / name)
-    imported(folder / "run.py").table(tmp_path / name, "small")
-    assert (tmp_path / name / "README.md").read_text() == (folder / "README.md").read_text()
 
 
 # -- Tables 1 to 3 ---------------------------------------------------------------------------------------------------

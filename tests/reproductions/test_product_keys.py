@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mnemic.errors import UsageError
-from tests.reproductions.test_trime import HERE, imported, runner
+from tests.reproductions.runner import HERE, imported, runner
 
 from tables.finetuned import FineTuned, TaskTable  # isort: skip
 from product_keys.rows import MODELS  # isort: skip
@@ -123,14 +123,3 @@ def test_settings_of_all_sizes_can_be_read(name: str, size: str) -> None:
     assert (name in TASK_TABLES or name == "figure4") == bool(settings.tasks)
     for trained in MODELS.values():
         assert Model(trained, settings, 0, Path("runs")).masked
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_readme_shows_is_what_was_measured(name: str, tmp_path: Path) -> None:
-    folder = HERE / "product_keys" / name
-    if not (folder / "results" / "small.json").exists():
-        assert "Not run yet" in (folder / "README.md").read_text()
-        return
-    shutil.copytree(folder, tmp_path / name)
-    imported(folder / "run.py").table(tmp_path / name, "small")
-    assert (tmp_path / name / "README.md").read_text() == (folder / "README.md").read_text()

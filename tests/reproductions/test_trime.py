@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
@@ -13,23 +12,14 @@ import pytest
 
 from mnemic.cli.loading import read_new_model
 from mnemic.errors import UsageError
+from tests.reproductions.runner import HERE, imported, runner
 
-HERE = Path(__file__).parents[2] / "reproductions"
+from tables import harness, models, readme  # isort: skip
+from tables.settings import Settings  # isort: skip
+from tables.texts import Text, wikitext_style  # isort: skip
+
 NAMES = sorted(path.parent.name for path in HERE.glob("trime/*/run.py"))
 FIELDS = {"identity", "model", "figures", "tuned", "splits", "training", "seconds", "commit", "versions", "machine"}
-
-
-def imported(path: Path):
-    spec = importlib.util.spec_from_file_location(f"reproductions_{path.parent.name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-runner = imported(HERE / "run.py")  # makes `tables` known
-from tables import harness, models, readme  # noqa: E402
-from tables.settings import Settings  # noqa: E402
-from tables.texts import Text, wikitext_style  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -270,13 +260,6 @@ def test_a_matrix_is_one_row_for_each_label() -> None:
     lines = readme.lines(table_of("table7"), {"measurements": {"TRIME long: local": {"0": made_up({"local": 17.5})}}})
     assert len(lines) == 5
     assert lines[3] == "| TRIME long | 17.12 | 17.50 | 17.01 | not run | 16.48 | not run |"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_readmes_tables_are_made_from_the_results(name: str, tmp_path: Path) -> None:
-    shutil.copytree(HERE / "trime" / name, tmp_path / name)
-    table_of(name).table(tmp_path / name, "small")
-    assert (tmp_path / name / "README.md").read_text() == (HERE / "trime" / name / "README.md").read_text()
 
 
 def test_nothing_is_left_on_the_path_of_imports_twice() -> None:
