@@ -71,14 +71,16 @@ def _version(library: str) -> str:
 
 
 def commit() -> str | None:
-    """The git commit of the working directory, "-dirty" if files differ from it, or None outside of a repository."""
+    """The git commit of the working directory, "-dirty" if files differ from it, or None outside of a repository.
+
+    Folders `results` and texts (.md), which runs write while others go on, do not count: they make no figure.
+    """
+    code = (":/", ":(top,exclude,glob)**/results/**", ":(top,exclude,glob)**/*.md")
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
+        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
+        if head.returncode:
+            return None
+        differs = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return described.stdout.strip() or None if described.returncode == 0 else None
+    return head.stdout.strip() + ("-dirty" if differs.returncode else "")
