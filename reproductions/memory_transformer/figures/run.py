@@ -79,7 +79,7 @@ def table(folder: Path, size: str) -> None:
     lines = [head, ["---"] * len(head)]
     for label, stacks in results["layers"].items():
         for stack, rows in stacks.items():
-            for number, row in enumerate(rows, start=1):
+            for number, row in enumerate(rows):
                 shares = ["" if row[name] is None else f"{row[name]:.2f}" for name in SHARES]
                 strengths = [f"{row['operations'][kind]:.2f}" for kind in kinds if kind not in SHARES]
                 lines.append([label, stack, str(number), *shares, *strengths])

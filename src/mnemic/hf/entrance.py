@@ -152,7 +152,7 @@ class Entrance:
             output.past_key_values = call.xl_cache
         if call is None or not call.prefix or output is None:
             return output
-        if self.places.decoder is not None or self.places.anatomy.kind == "seq2seq":
+        if self.places.decoder is not None:
             # the decoder of a sequence-to-sequence model reads the memory beside the sequence
             setattr(output[0], MARK, call.prefix)
             return output

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import mnemic
 from mnemic.errors import UsageError
-from tests.contract.architectures import VOCABULARY, build
+from tests.contract.architectures import ARCHITECTURES, VOCABULARY, build
 
 OURS = "mnemic-encoder-decoder"
 
@@ -186,3 +186,17 @@ def test_a_translation_without_its_memory_is_that_of_its_base(architecture: str,
     for beams in (1, 3):
         how = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
         assert torch.equal(model.generate(**given, **how), build(architecture).eval().generate(**given, **how))
+
+
+@pytest.mark.parametrize("variant", ["plain", "control"])
+def test_an_encoder_without_its_decoder_gives_the_length_of_the_input(variant: str) -> None:
+    config = hf.T5Config.from_dict(ARCHITECTURES["t5"][1].to_dict() | {"num_labels": 3})
+    torch.manual_seed(0)
+    model: Any = mnemic.augment(hf.T5ForTokenClassification(config), mnemic.MemoryTokens(count=4, variant=variant))
+    tokens = torch.randint(3, VOCABULARY, (2, 7))
+    outputs = model(input_ids=tokens, labels=tokens % 3, output_hidden_states=True)
+    assert outputs.logits.shape == (2, 7, 3)
+    assert {states.shape[1] for states in outputs.hidden_states} == {7}
+    assert len(model.memory.tokens.controllers) == (variant == "control")  # after the second layer nobody reads it
+    outputs.loss.backward()
+    assert all(part.grad is not None and part.grad.any() for part in model.memory.tokens.parameters())

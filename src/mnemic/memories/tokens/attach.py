@@ -281,7 +281,7 @@ def controlled(config: MemoryTokens, places: Places) -> list[nn.Module]:
     All, if a decoder or a head reads the memory in the end; if not, all but the last, after which nobody reads it.
     """
     name = type(places.stack).__name__
-    encodes = places.decoder is not None or places.anatomy.kind == "seq2seq"
+    encodes = places.decoder is not None
     if config.variant in BOTTLENECKS and not (encodes and all(isinstance(block, Block) for block in places.blocks)):
         raise UnsupportedModel(
             f"{name} cannot have a bottleneck of memory tokens: that is for mnemic's encoder-decoder, give other "
