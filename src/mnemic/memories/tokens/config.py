@@ -58,7 +58,6 @@ class MemoryTokens(MemoryConfig):
         "label a whole text by the maximum and the mean of the [mem] tokens' outputs, through a new layer, instead of "
         "by [CLS] (the paper's +pool); for encoders with a head for sequence classification",
     )
-
     segment: int = option(
         0,
         "recurrent memory, in causal models with variant = plain: what stands behind a segment of so many tokens, and "
@@ -87,7 +86,6 @@ class MemoryTokens(MemoryConfig):
             raise UsageError(
                 "MemoryTokens.count = 0: a bottleneck has nothing but the memory to read, leave at least one token"
             )
-
         if self.segment and (self.variant != "plain" or self.place != "encoder" or self.pool):
             raise UsageError(
                 f"MemoryTokens.segment = {self.segment} is for causal models, whose own layers write the memory: leave "
@@ -129,10 +127,7 @@ class MemoryTokens(MemoryConfig):
         return dataclasses.replace(self, gated=True, variant=variant, pool=False)
 
     def for_keys(self) -> dict[str, Any]:
-        usual = {
-            "place": "encoder",
-            "positions": "relative",
-            "variant": "plain",
-        }  # as it was before there was a choice, in stores of that time
+        # as it was before there was a choice, in stores of that time
+        usual = {"place": "encoder", "positions": "relative", "variant": "plain"}
         known = {name: value for name, value in self.to_dict().items() if name not in ("pool", "segment")}
         return {name: value for name, value in known.items() if usual.get(name) != value}
