@@ -12,8 +12,6 @@ used in different ways add up. Attention that is even is none of the operations.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,10 +41,11 @@ def measures(weights: Tensor, memory_queries: int, memory_keys: int, causal: boo
     rows = weights[..., :memory_queries, :].double()
     cut = blocks(weights, memory_queries, memory_keys)
     cut = {name: cut[name].double() for name in ("write", "process", "read")}  # the largest block is not measured
-    found = {}
-    found["write"], found["write_focus"] = mass_and_focus(cut["write"])
-    found["process"] = cut["process"].sum(-1).sum(-1) / max(memory_queries, 1)
-    found["read"], found["read_focus"] = mass_and_focus(cut["read"])
+    found = {name: _mean_of_rows(block.sum(-1)) for name, block in cut.items()}
+    seen = torch.full((weights.shape[-2],), weights.shape[-1], device=weights.device)
+    seen = seen - torch.arange(len(seen), device=seen.device).flip(0) if causal else seen
+    found["write_strength"] = _mean_of_rows(chosen(cut["write"], seen[:memory_queries]))
+    found["read_strength"] = _mean_of_rows(chosen(cut["read"], seen[memory_queries:]))
     for name, value in _processing(rows, cut["process"], causal).items():
         value = value[..., 1:] if causal else value
         found[name] = value.sum(-1) / max(value.shape[-1], 1)
@@ -60,10 +59,11 @@ def _processing(rows: Tensor, process: Tensor, causal: bool) -> dict[str, Tensor
     seen = torch.ones(process.shape[-2:], dtype=torch.bool, device=rows.device)
     seen = seen.tril() if causal else seen
     above = excess(process, seen)
-    kept, turned, same = copies(rows, above, seen)
+    common = _common(above, seen)
+    kept, turned, same = copies(rows, above, common)
     return {
-        "store": stores(rows),
-        "fusion": fusions(above),
+        "store": stores(rows, common),
+        "fusion": fusions(above, common),
         "copy": torch.maximum(torch.maximum(kept, turned), same),
         "copy_kept": kept,
         "copy_reversed": turned,
@@ -72,8 +72,8 @@ def _processing(rows: Tensor, process: Tensor, causal: bool) -> dict[str, Tensor
 
 
 def strengths(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """How much there is of each operation, comparable with each other: of write and read, mass times focus."""
-    return {name: found[name] * found.get(f"{name}_focus", 1) for name in OPERATIONS}
+    """How much there is of each operation, comparable with each other."""
+    return {name: found.get(f"{name}_strength", found[name]) for name in OPERATIONS}
 
 
 def strongest(found: dict[str, float]) -> str:
@@ -82,21 +82,22 @@ def strongest(found: dict[str, float]) -> str:
     return name if found[name] >= CLEAR else NONE
 
 
-def mass_and_focus(block: Tensor) -> tuple[Tensor, Tensor]:
-    """How much weight the rows of a block have in it, and on how few of its K keys that weight is.
+def chosen(block: Tensor, seen: Tensor) -> Tensor:
+    """How much each row prefers the keys of a block to all that it sees, N keys (`seen`, one number for each row).
 
-        mass = mean_i M_i            M_i = sum_j A_ij
-        focus = sum_i M_i (1 - H_i / log K) / sum_i M_i       H_i: the entropy of A_ij / M_i over j
+        chosen_i = (sum_j A_ij log(N A_ij))_+ / log N        j: the keys of the block
 
-    Focus is 1 if each row has one key, 0 if it weighs all keys alike or there is only one to choose.
+    It is the block's part of the distance (Kullback and Leibler's) between the row and an even one, as a share of the
+    largest there is: 1 if all weight is on one key of the block, 0 if the block has no more than in an even row.
     """
-    if not block.shape[-2]:
-        return block.sum(-1).sum(-1), block.sum(-1).sum(-1)
-    mass = block.sum(-1)
-    shares = block / mass.clamp(min=_TINY).unsqueeze(-1)
-    entropy = -torch.xlogy(shares, shares).sum(-1)
-    focus = 1 - entropy / math.log(block.shape[-1]) if block.shape[-1] > 1 else torch.zeros_like(mass)
-    return mass.mean(-1), (mass * focus).sum(-1) / mass.sum(-1).clamp(min=_TINY)
+    many = seen.to(block.dtype)[:, None].clamp(min=2)  # a row that sees one key has no choice
+    found = torch.xlogy(block, block * many).sum(-1).clamp(min=0) / many[:, 0].log()
+    return found * (seen > 1)
+
+
+def _mean_of_rows(found: Tensor) -> Tensor:
+    """The mean of what each row has, (layers, heads); 0 where there are no rows."""
+    return found.sum(-1) / max(found.shape[-1], 1)
 
 
 def sharpest(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,20 +130,24 @@ def shared(weights: Tensor) -> Tensor:
     return torch.minimum(total, 2 * (total - weights.amax(-1)))
 
 
-def stores(rows: Tensor) -> Tensor:
-    """store_i = A_ii - max_{j != i} A_ij, or 0: a sharp diagonal, by which a memory token is added to itself."""
+def stores(rows: Tensor, common: Tensor) -> Tensor:
+    """store_i = (A_ii - max_{j != i} A_ij - c_i)_+: a sharp diagonal, by which a memory token is added to itself.
+
+    c_i is what most rows give to that token alike, `common`.
+    """
     key, margin = sharpest(rows)
-    return margin * (key == torch.arange(rows.shape[-2], device=rows.device))
+    itself = key == torch.arange(rows.shape[-2], device=rows.device)
+    return ((margin - common[..., 0, :]) * itself).clamp(min=0)
 
 
-def fusions(above: Tensor) -> Tensor:
-    """fusion_i = shared(E_ij, |i - j| <= 1): a soft diagonal, by which neighbouring memory tokens are summed."""
+def fusions(above: Tensor, common: Tensor) -> Tensor:
+    """fusion_i = shared((E_ij - c_j)_+, |i - j| <= 1): a soft diagonal, by which neighbours are summed."""
     places = torch.arange(above.shape[-1], device=above.device)
     near = (places[:, None] - places).abs() <= 1
-    return shared(above * near)
+    return shared((above - common).clamp(min=0) * near)
 
 
-def copies(rows: Tensor, above: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def copies(rows: Tensor, above: Tensor, common: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """How much each memory row copies from other memory tokens as the row before or after it does, in three ways.
 
     With t_i the key of a row's largest weight and s_i its margin, for the rows i and i' = i + 1:
@@ -151,26 +156,30 @@ def copies(rows: Tensor, above: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, T
         order reversed   min(s_i, s_i')   if t_i' = t_i - 1 and t_i != i: an antidiagonal
         the same values  shared(min(F_ij, F_i'j) over j),  F_ij = (E_ij - E_ji - c_j)+: a vertical block
 
-    F is what flows one way only: among tokens that all take from each other there is no source to copy from. c_j is
-    what at least three quarters of the rows that see a key give to it. Vertical lines through all rows are no copy, nor
-    is a line of one key; they are what heads look like that are passed by (section A.2).
+    F is what flows one way only: among tokens that all take from each other there is no source to copy from. A line of
+    one key is no copy.
     """
     count = rows.shape[-2]
     key, margin = sharpest(rows)
     pairs = torch.minimum(margin[..., 1:], margin[..., :-1]) * (key < count)[..., 1:] * (key < count)[..., :-1]
     step = key.diff(dim=-1)
     others = key != torch.arange(count, device=rows.device)
-    one_way = (above - above.mT - _common(above, seen)).clamp(min=0)
+    one_way = (above - above.mT - common).clamp(min=0)
     same = shared(torch.minimum(one_way[..., 1:, :], one_way[..., :-1, :]))
     return _of_rows(pairs * (step == 1)) * others, _of_rows(pairs * (step == -1)) * others, _of_rows(same)
 
 
 def _common(above: Tensor, seen: Tensor) -> Tensor:
-    """What at least three quarters of the rows that see a key give to it, for each key: (layers, heads, 1, keys)."""
+    """c_j, what at least three quarters of the rows that see a key give to it: (layers, heads, 1, keys).
+
+    Vertical lines through all rows are no operation: they are what heads look like that are passed by (section A.2).
+    Where one row alone sees a key there is nothing in common.
+    """
     if not above.shape[-1]:
-        return above
+        return above.new_zeros(*above.shape[:-2], 1, 0)
     hidden = above.masked_fill(~seen, torch.nan)
-    return hidden.nanquantile(0.25, dim=-2, keepdim=True, interpolation="lower")
+    found = hidden.nanquantile(0.25, dim=-2, keepdim=True, interpolation="lower")
+    return found * (seen.sum(-2) > 1)
 
 
 def _of_rows(pairs: Tensor) -> Tensor:

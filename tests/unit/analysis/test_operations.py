@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from mnemic.analysis.operations import (
     NONE,
     OPERATIONS,
     blocks,
-    mass_and_focus,
+    chosen,
     measures,
     shared,
     strengths,
@@ -53,8 +55,8 @@ def whole(process: Tensor, write: float = 0.0, sequence: Tensor | None = None) -
     return full[None, None]
 
 
-def found_in(weights: Tensor, causal: bool = False) -> dict[str, float]:
-    return {name: value.item() for name, value in measures(weights, M, M, causal).items()}
+def found_in(weights: Tensor, causal: bool = False, count: int = M) -> dict[str, float]:
+    return {name: value.item() for name, value in measures(weights, count, count, causal).items()}
 
 
 def operation(found: dict[str, float]) -> str:
@@ -75,7 +77,9 @@ CASES = {
     "a vertical block": (rows_taking({row: [0, 1, 2] for row in range(3, 9)}), "copy", "copy_same"),
     "even": (even(), NONE, None),
     "vertical lines": (rows_taking({row: [2, 5] for row in range(M)}), NONE, None),
-    "all rows at one token": (rows_taking({row: [4] for row in range(M) if row != 4}), NONE, None),
+    "vertical lines side by side": (rows_taking({row: [0, 1, 2] for row in range(M)}), NONE, None),
+    "all rows at one token": (rows_taking({row: [4] for row in range(M)}), NONE, None),
+    "all other rows at one token": (rows_taking({row: [4] for row in range(M) if row != 4}), NONE, None),
 }
 
 
@@ -94,7 +98,18 @@ def test_the_right_operation_wins_and_the_others_stay_low(case: str, write: floa
         assert max(found[name] for name in WAYS if name != way) <= 0.05
     assert found["write"] == pytest.approx(write)
     assert found["process"] == pytest.approx(1 - write)
-    assert found["write_focus"] == pytest.approx(0, abs=1e-12)
+    assert found["write_strength"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 20])
+def test_what_all_rows_do_is_no_processing_in_a_memory_of_any_size(count: int) -> None:
+    """Heads that are passed by look so (section A.2): every row at the same one or few tokens."""
+    for keys in range(1, count):
+        process = torch.zeros(count, count, dtype=torch.float64)
+        process[:, :keys] = 1 / keys
+        found = measures(process[None, None], count, count)
+        assert [found[name].item() for name in ("store", "fusion", "copy")] == [0, 0, 0]
+    assert measures(torch.eye(count)[None, None], count, count)["store"] == 1
 
 
 def test_clean_patterns_have_the_values_that_the_formulas_give() -> None:
@@ -137,31 +152,38 @@ def test_tokens_that_all_take_from_each_other_copy_nothing() -> None:
     assert found["fusion"] > 0.3
 
 
-def test_writing_and_reading_are_mass_and_focus() -> None:
+def test_writing_and_reading_are_what_rows_prefer_to_an_even_one() -> None:
+    """The block's part of the distance (Kullback and Leibler's) to an even row, by hand."""
     few, text = torch.zeros(M + N, dtype=torch.float64), torch.zeros(N, M + N, dtype=torch.float64)
     few[M + 3] = 1
-    chosen = whole(even())
-    chosen[0, 0, :M] = few
-    found = found_in(chosen)
-    assert (found["write"], found["write_focus"], operation(found)) == (1, 1, "write")
+    map_ = whole(even())
+    map_[0, 0, :M] = few
+    found = found_in(map_)
+    assert (found["write"], found["write_strength"], operation(found)) == (1, 1, "write")
     text[:, 2:4] = 0.25
     text[:, M:] = 0.5 / N
     found = found_in(whole(even(), sequence=text))
     assert found["read"] == pytest.approx(0.5)
-    assert found["read_focus"] == pytest.approx(1 - torch.tensor(2.0).log().item() / torch.tensor(M).log().item())
+    assert found["read_strength"] == pytest.approx(0.5 * math.log(22 * 0.25) / math.log(22))
     assert operation(found) == "read"
-    mass, focus = mass_and_focus(torch.tensor([[0.9, 0.0], [0.05, 0.05]], dtype=torch.float64))
-    assert (mass.item(), focus.item()) == (
-        pytest.approx(0.5),
-        pytest.approx(0.9),
-    )  # the row that counts is the heavy one
+    assert chosen(torch.tensor([[0.05, 0.0], [0.5, 0.5]]), torch.tensor([4, 4])).tolist() == pytest.approx([0, 0.5])
+
+
+def test_all_of_a_memory_may_be_read_and_all_of_a_text_written() -> None:
+    """A block that has the whole weight of its rows is chosen, also if it is a single key or each of its keys alike."""
+    for count, text in ((1, 5), (5, 1), (4, 4)):
+        map_ = torch.zeros(1, 1, count + text, count + text, dtype=torch.float64)
+        map_[..., :count, count:], map_[..., count:, :count] = 1 / text, 1 / count
+        found, many = found_in(map_, count=count), math.log(count + text)
+        assert found["write_strength"] == pytest.approx(1 - math.log(text) / many)
+        assert found["read_strength"] == pytest.approx(1 - math.log(count) / many)
 
 
 def test_a_decoder_that_reads_a_memory_can_do_nothing_else() -> None:
     reading = torch.zeros(1, 1, N, M + N)
     reading[..., 3] = 1.0
     found = measures(reading, 0, M)
-    assert found["read"] == found["read_focus"] == 1
+    assert found["read"] == found["read_strength"] == 1
     assert all(found[name] == 0 for name in found if not name.startswith("read"))
 
 
@@ -169,7 +191,8 @@ def test_what_a_causal_memory_must_do_is_not_counted() -> None:
     """Its first token sees itself alone; even attention over what each token sees is no operation."""
     lower = torch.ones(M + N, M + N, dtype=torch.float64).tril()
     found = found_in((lower / lower.sum(1, keepdim=True))[None, None], causal=True)
-    assert [found[name] for name in ("store", "fusion", "copy", "write")] == pytest.approx([0] * 4, abs=1e-12)
+    nothing = [found[name] for name in ("store", "fusion", "copy", "write", "read_strength")]
+    assert nothing == pytest.approx([0] * 5, abs=1e-12)
     assert found["process"] == 1
     found = found_in(torch.eye(M + N)[None, None], causal=True)
     assert (found["store"], found["copy"], found["fusion"]) == (1, 0, 0)
