@@ -91,6 +91,14 @@ def write_text(path: str | Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+def made_folder(path: str | Path) -> Path:
+    """The folder at `path`, made if it is not there."""
+    path = Path(path)
+    with clear_os_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 @contextlib.contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
     """Yields a temporary folder that becomes `path`, whole, when the block ends without an error.

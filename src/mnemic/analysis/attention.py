@@ -26,7 +26,7 @@ from mnemic.data.pair_batches import tokenize_pairs
 from mnemic.data.pairs import Pair
 from mnemic.errors import UsageError, unknown_name
 from mnemic.evaluate.translation import written_for
-from mnemic.hf.anatomy import find
+from mnemic.hf.anatomy import Places, find
 from mnemic.hf.positions import positions
 from mnemic.hf.weights import attention_weights
 from mnemic.memories.tokens.blocks import watching
@@ -38,9 +38,12 @@ MOST_WEIGHTS = 2**28  # a gigabyte
 MOST_WRITTEN = 128  # tokens of a target that is generated
 
 CAUSAL = (
-    "The memory stands before the text of a causal model and cannot see it: nothing is written (a recurrent memory "
-    "writes behind a segment, which is not shown), and what memory tokens do with each other is the same for every "
-    "text. Only reading is named as the operation of a layer or head."
+    "The memory stands before the text of a causal model and cannot see it: nothing is written, and what memory tokens "
+    "do with each other is the same for every text. Only reading is named as the operation of a layer or head."
+)
+BEHIND = (
+    "Recurrent memory tokens stand before a segment and behind it: rows of the memory are those behind, which go "
+    "before the next segment, and columns are the sum of both. Of a longer text the last segment is shown."
 )
 
 
@@ -49,7 +52,8 @@ class StackMaps:
     """The attention of one stack: `weights` (layers, heads, queries, keys), and the text of each query and each key.
 
     The first `memory_queries` rows and `memory_keys` columns are memory tokens. There are as many of both, or no rows
-    where another stack reads the memory, as a decoder does. In a `causal` stack nobody sees what comes after it.
+    where another stack reads the memory, as a decoder does. In a `causal` stack nobody sees what comes after it; a
+    memory that stands `behind` the text, too, has the rows it has there, and its columns of both places added up.
     """
 
     weights: Tensor
@@ -58,6 +62,7 @@ class StackMaps:
     memory_queries: int
     memory_keys: int
     causal: bool = False
+    behind: bool = False
 
     def __post_init__(self) -> None:
         labels = (len(self.queries), len(self.keys))
@@ -82,7 +87,12 @@ class StackMaps:
     @cached_property
     def measures(self) -> dict[str, Tensor]:
         """How much each head does of each operation, (layers, heads) from 0 to 1; see `mnemic.analysis.operations`."""
-        return operations.measures(self.weights, self.memory_queries, self.memory_keys, self.causal)
+        return operations.measures(self.weights, self.memory_queries, self.memory_keys, self.causal, self.behind)
+
+    @property
+    def blind(self) -> bool:
+        """Whether the memory cannot see the sequence."""
+        return self.causal and not self.behind
 
     @cached_property
     def strengths(self) -> dict[str, Tensor]:
@@ -116,8 +126,8 @@ class StackMaps:
         return rows
 
     def _strongest(self, strength: dict[str, float]) -> str:
-        """The operation there is most of; of a causal stack only what it does with the text."""
-        return operations.strongest({"read": strength["read"]} if self.causal else strength)
+        """The operation there is most of; where the memory is blind only what the text does with it."""
+        return operations.strongest({"read": strength["read"]} if self.blind else strength)
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,9 @@ class AttentionMaps:
 
     def notes(self) -> list[str]:
         """What must be known to read the figures."""
-        return [CAUSAL] if any(maps.causal for maps in self.with_memory.values()) else []
+        stacks = self.with_memory.values()
+        found = {CAUSAL: any(maps.blind for maps in stacks), BEHIND: any(maps.behind for maps in stacks)}
+        return [note for note, holds in found.items() if holds]
 
     def plot(self, path: str | Path, stack: str | None = None) -> None:
         """Draws the maps of each layer and head of a stack, the first that sees the memory unless one is named."""
@@ -167,6 +179,8 @@ def attention_maps(model: Any, tokenizer: Any, text: str, target: str | None = N
     """
     count, places = _memory_count(model), find(model, model.memory.anatomy)
     check_vocabulary(model, tokenizer)
+    if not isinstance(text, str):
+        raise UsageError(f"attention maps are of one text, not of a {type(text).__name__}: give one at a time")
     if not text.strip():
         raise UsageError("the text is empty: give one for the model to read")
     device = next(model.parameters()).device
@@ -177,13 +191,15 @@ def attention_maps(model: Any, tokenizer: Any, text: str, target: str | None = N
             inputs = {"input_ids": _read(tokenizer, text, places.anatomy.kind == "causal")}
         else:
             inputs = _pair(model, tokenizer, text, target)
+        if model.memory.tokens.segment:
+            return AttentionMaps({"self": _of_last_segment(model, tokenizer, inputs["input_ids"].to(device), places)})
         _check_size(model, inputs, count, len(places.blocks))
         with watching() as own:
             found = attention_weights(model, **{name: ids.to(device) for name, ids in inputs.items()})
     place = model.memory.tokens.config.place
     before = count if place != "decoder" else 0  # the source
     within = count if place != "encoder" else 0  # the target
-    memory = [f"[mem {number}]" for number in range(1, count + 1)]
+    memory = _memory_labels(count)
     source = memory[:before] + _labels(tokenizer, inputs["input_ids"])
     if own:
         name = "self" if places.decoder is None else "encoder"
@@ -200,6 +216,24 @@ def attention_maps(model: Any, tokenizer: Any, text: str, target: str | None = N
         else:  # rows of the target's memory are of no sequence that reads the source's
             stacks[name] = StackMaps(weights[:, :, within:], read[within:], source, 0, before)
     return AttentionMaps(stacks)
+
+
+def _of_last_segment(model: Any, tokenizer: Any, ids: Tensor, places: Places) -> StackMaps:
+    """The maps of the last segment of a text (1, T) that recurrent memory tokens read; they forget it again."""
+    tokens, (*earlier, last) = model.memory.tokens, ids.split(model.memory.tokens.segment, dim=1)
+    count = tokens.config.count
+    _check_size(model, {"input_ids": last}, 2 * count, len(places.blocks))
+    with tokens.forgetting():
+        for segment in earlier:
+            with tokens.taking_in(1, None):
+                model(input_ids=segment, use_cache=False)
+        with tokens.taking_in(1, None):
+            weights = attention_weights(model, input_ids=last)["self"]
+    before, text, behind = weights.split([count, last.shape[1], count], dim=-1)
+    folded = torch.cat([before + behind, text], dim=-1)
+    rows = torch.cat([folded[:, :, -count:], folded[:, :, count:-count]], dim=2)
+    labels = _memory_labels(count) + _labels(tokenizer, last)
+    return StackMaps(rows, labels, labels, count, count, causal=True, behind=True)
 
 
 def _with_own(weights: Tensor | None, own: list[Tensor]) -> Tensor:
@@ -220,7 +254,7 @@ def _with_own(weights: Tensor | None, own: list[Tensor]) -> Tensor:
 def _memory_count(model: Any) -> int:
     """How many memory tokens a model has; UsageError if none are there or they are switched off."""
     memory: Any = getattr(model, "memory", None)
-    if not hasattr(memory, "tokens"):
+    if not hasattr(memory, "tokens") or not memory.tokens.config.count:
         raise UsageError(
             f"attention maps show what memory tokens do, and this {type(model).__name__} has none: give it some, as in "
             "mnemic.augment(model, mnemic.MemoryTokens(count=10)), and train it"
@@ -228,6 +262,10 @@ def _memory_count(model: Any) -> int:
     if not memory.enabled:
         raise UsageError("the memory is switched off: ask for attention maps outside of disabled()")
     return int(memory.tokens.config.count)
+
+
+def _memory_labels(count: int) -> list[str]:
+    return [f"[mem {number}]" for number in range(1, count + 1)]
 
 
 def _read(tokenizer: Any, text: str, causal: bool) -> Tensor:

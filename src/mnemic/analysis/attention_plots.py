@@ -60,7 +60,7 @@ def draw_summary(stacks: dict[str, StackMaps], path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     summary = {name: maps.summary() for name, maps in stacks.items()}
-    widths = [max(2.6, 0.9 + 0.75 * len(rows)) for rows in summary.values()]
+    widths = [max(4.0 if len(summary) > 1 else 2.6, 0.9 + 0.75 * len(rows)) for rows in summary.values()]
     wide = max(sum(widths) + 0.6, 4.5)
     beside = wide >= 8  # inches, in which the legend is one line
     figure = Figure(figsize=(wide, 3.8 if beside else 4.3), layout="constrained")
@@ -75,7 +75,7 @@ def draw_summary(stacks: dict[str, StackMaps], path: str | Path) -> None:
             highest = max(row[kind] for kind in kinds)
             named = "" if row["operation"] == NONE else row["operation"]
             axes.text(row["layer"], highest + 0.02, named, ha="center", fontsize=9, fontweight="bold")
-        causal = "\n(causal: the memory cannot see the text)" if stacks[stack].causal else ""
+        causal = "\n(causal: the memory cannot see the text)" if stacks[stack].blind else ""
         axes.set_title(TITLES.get(stack, stack) + causal, fontsize=10)
         axes.set(xlabel="layer", xticks=range(len(rows)), ylim=(0, 1.1), xlim=(-0.6, len(rows) - 0.4))
         axes.spines[["top", "right"]].set_visible(False)

@@ -33,31 +33,37 @@ def blocks(weights: Tensor, memory_queries: int, memory_keys: int) -> dict[str, 
     }
 
 
-def measures(weights: Tensor, memory_queries: int, memory_keys: int, causal: bool = False) -> dict[str, Tensor]:
+def measures(
+    weights: Tensor, memory_queries: int, memory_keys: int, causal: bool = False, behind: bool = False
+) -> dict[str, Tensor]:
     """Every measure of this file, by name, (layers, heads) each; 0 for what a stack cannot do.
 
-    The first memory token of a causal stack sees itself alone. It has no choice, so it has no part in the means.
+    The memory tokens of a causal stack see those before them alone, unless they stand `behind` the sequence, too. The
+    first sees itself alone. It has no choice, so it has no part in the means.
     """
     rows = weights[..., :memory_queries, :].double()
     cut = blocks(weights, memory_queries, memory_keys)
     cut = {name: cut[name].double() for name in ("write", "process", "read")}  # the largest block is not measured
     found = {name: _mean_of_rows(block.sum(-1)) for name, block in cut.items()}
+    alone = causal and not behind
     seen = torch.full((weights.shape[-2],), weights.shape[-1], device=weights.device)
-    seen = seen - torch.arange(len(seen), device=seen.device).flip(0) if causal else seen
+    if causal:
+        seen -= torch.arange(len(seen), device=seen.device).flip(0)
+        seen[:memory_queries] = seen[:memory_queries] if alone else weights.shape[-1]
     found["write_strength"] = _mean_of_rows(chosen(cut["write"], seen[:memory_queries]))
     found["read_strength"] = _mean_of_rows(chosen(cut["read"], seen[memory_queries:]))
-    for name, value in _processing(rows, cut["process"], causal).items():
-        value = value[..., 1:] if causal else value
+    for name, value in _processing(rows, cut["process"], alone).items():
+        value = value[..., 1:] if alone else value
         found[name] = value.sum(-1) / max(value.shape[-1], 1)
     return {name: value.clamp(0, 1) for name, value in found.items()}
 
 
-def _processing(rows: Tensor, process: Tensor, causal: bool) -> dict[str, Tensor]:
+def _processing(rows: Tensor, process: Tensor, alone: bool) -> dict[str, Tensor]:
     """The measures of what memory tokens do with each other, (layers, heads, memory rows) each."""
     if not rows.shape[-2]:  # a stack in which no memory token is updated
         process = process[..., :0]
     seen = torch.ones(process.shape[-2:], dtype=torch.bool, device=rows.device)
-    seen = seen.tril() if causal else seen
+    seen = seen.tril() if alone else seen
     above = excess(process, seen)
     common = _common(above, seen)
     kept, turned, same = copies(rows, above, common)

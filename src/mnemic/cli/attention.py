@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mnemic.files import made_folder
+
 if TYPE_CHECKING:
     from mnemic.analysis.attention import AttentionMaps
 
@@ -40,19 +42,19 @@ def run(arguments: argparse.Namespace) -> int:
     from mnemic.analysis.attention import attention_maps
     from mnemic.cli.loading import load_model, text_or_file
 
+    folder = made_folder(arguments.out) if arguments.out else None
     text = text_or_file(arguments.text)
     target = None if arguments.target is None else text_or_file(arguments.target)
     model, tokenizer = load_model(arguments.model)
     maps = attention_maps(model, tokenizer, text, target)
-    if arguments.out:
-        draw(maps, Path(arguments.out))
+    if folder:
+        draw(maps, folder)
     print(json.dumps(figures(maps)) if arguments.json else in_words(maps))
     return 0
 
 
 def draw(maps: AttentionMaps, folder: Path) -> None:
     """Draws the maps of each stack and the summary into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     for stack in maps.stacks:
         maps.plot(folder / f"{stack}.png", stack=stack)
         print(f"drawn: {folder / f'{stack}.png'}", file=sys.stderr)
@@ -70,6 +72,7 @@ def figures(maps: AttentionMaps) -> dict[str, Any]:
             "memory_queries": stack.memory_queries,
             "memory_keys": stack.memory_keys,
             "causal": stack.causal,
+            "behind": stack.behind,
             "layers": summary[name],
             "heads": {measure: value.tolist() for measure, value in stack.measures.items()},
             "operations": stack.operations(),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from mnemic.cli.options import add_memory_option, read_memory
 from mnemic.errors import UsageError
+from mnemic.files import made_folder
 
 EXAMPLE = """  mnemic trace runs/a book.txt
   mnemic trace runs/a book.txt --window 128 --smaller 2048 --plots book-plots"""
@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mnemic.analysis.trace import trace
     from mnemic.cli.loading import give_memories, load_model, read_text
 
+    folder = made_folder(arguments.plots) if arguments.plots else None
     document = read_text(arguments.text)
     model, tokenizer = load_model(arguments.model)
     give_memories(model, arguments.memory)
@@ -54,9 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         "loss_smaller": (found.losses + found.gains).sum().item() / tokens,
         "best": found.best(arguments.most),
     }
-    if arguments.plots:
-        folder = Path(arguments.plots)
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder:
         for what in PLOTS:
             found.plot(what, folder / f"{what}.png")
     print(json.dumps(result) if arguments.json else in_words(result))

@@ -10,6 +10,7 @@ from typing import Any
 from mnemic.cli.options import add_config_options, given
 from mnemic.errors import UsageError
 from mnemic.evaluate.config import EvaluateConfig
+from mnemic.files import made_folder
 
 EXAMPLE = """  mnemic usage runs/a book.txt
   mnemic usage runs/a wikitext-2 --split test --plots pictures
@@ -35,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mnemic.cli.loading import load_model
     from mnemic.data import open_corpus
 
+    folder = made_folder(arguments.plots) if arguments.plots else None
     corpus = open_corpus(arguments.corpus, arguments.corpus_path)
     model, tokenizer = load_model(arguments.model)
     if arguments.stale and not (Path(arguments.model) / "checkpoints").is_dir():
@@ -43,9 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     result: dict[str, Any] = {
         "layers": {layer: counts.figures() | {"heads": counts.by_head()} for layer, counts in found.layers.items()}
     }
-    folder = Path(arguments.plots) if arguments.plots else None
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
         plot_usage(found, folder / "usage.png")
     if arguments.stale:
         result["stale"] = staleness_of_run(model, tokenizer, corpus, arguments.model, config)

@@ -104,7 +104,8 @@ class Build:
         """Refuses a store of another build."""
         if store.next_id and not self.config.resume:
             raise UsageError(
-                f"{self.path} already holds {len(store):,} rows: go on with resume = true, or choose another path"
+                f"{self.path} already holds {len(store):,} rows: go on with resume = true (--resume), or "
+                "choose another path"
             )
         there = Origin.from_dict(dict(store.config.origin))
         was, now = Reading.of(there), self.reading

@@ -147,7 +147,7 @@ class Loop:
             self.write_report("interrupted")
             raise KeyboardInterrupt(
                 f"stopped at step {progress.step} of {config.steps}; all is saved in {self.out}: "
-                "go on with resume = true"
+                "go on with resume = true (--resume)"
             )
         self.save_model("model")
         return self.write_report("finished")

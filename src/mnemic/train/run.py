@@ -49,8 +49,8 @@ def refuse_to_overwrite(out: Path, resume: bool) -> None:
     steps = checkpoint_steps(out / "checkpoints")
     if steps and not resume:
         raise UsageError(
-            f"{out} already holds a run (newest checkpoint: step {steps[0]}): continue it with resume = true, "
-            "or choose another out folder"
+            f"{out} already holds a run (newest checkpoint: step {steps[0]}): go on with resume = true "
+            "(--resume), or choose another out folder"
         )
     for name in ("model", "best"):
         if not steps and (out / name).exists():

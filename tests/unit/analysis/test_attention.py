@@ -177,6 +177,8 @@ def test_what_cannot_be_shown(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -
         mnemic.attention_maps(model, tokenizer, TEXT, TARGET)
     with pytest.raises(UsageError, match="the text is empty"):
         mnemic.attention_maps(model, tokenizer, " \n")
+    with pytest.raises(UsageError, match="of one text, not of a list"):
+        mnemic.attention_maps(model, tokenizer, [TEXT, TEXT])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"71 tokens and .* 64 positions"):
         mnemic.attention_maps(model, tokenizer, "a" * 70)
     with pytest.raises(UsageError, match=r"outside of disabled\(\)"), model.memory.disabled():
@@ -185,6 +187,10 @@ def test_what_cannot_be_shown(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -
         mnemic.attention_maps(model.memory.detach(), tokenizer, TEXT)
     with pytest.raises(UsageError, match="has none"):
         mnemic.attention_maps(mnemic.augment(model, mnemic.KNNAttention(layers=[1])), tokenizer, TEXT)
+    model.memory.detach()
+    mnemic.augment(model, mnemic.MemoryTokens(count=COUNT)).memory.change("tokens", count=0)
+    with pytest.raises(UsageError, match="has none"):
+        mnemic.attention_maps(model, tokenizer, TEXT)
     bart = make("bart", tokenizer)
     bart.generation_config = bart.config.decoder_start_token_id = None
     monkeypatch.setattr(type(bart), "can_generate", lambda self: False)

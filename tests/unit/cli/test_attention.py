@@ -71,5 +71,8 @@ def test_what_cannot_be_is_told(run: Path, corpus: Path, tmp_path: Path, capsys)
     fails(capsys, 2, "the text is empty", arguments=["attention", run, ""])
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     fails(capsys, 2, "give a file of UTF-8 text", arguments=["attention", run, tmp_path / "binary"])
+    for verb, option in (("attention", "--out"), ("usage", "--plots"), ("trace", "--plots")):
+        there = [verb, run, corpus / "train/0.txt", option, tmp_path / "binary"]
+        fails(capsys, 2, "a part of that path is a file", arguments=there)  # before anything is read
     assert train(corpus, tmp_path / "plain") == 0
     fails(capsys, 2, "has none: give it some", arguments=["attention", tmp_path / "plain", "abc"])

@@ -130,7 +130,7 @@ def test_ctrl_c_commits_what_is_done(tmp_path: Path, monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"resume": False}, r"already holds \d+ rows: go on with resume = true, or choose another path"),
+        ({"resume": False}, r"already holds \d+ rows: go on with resume = true \(--resume\), or choose another path"),
         ({"model": small(1)}, "were made by another model"),
         ({"tokenizer": train_tokenizer(corpus().documents("train"), "bpe", 259)}, "were made by another tokenizer"),
         ({"corpus": corpus({**TEXTS, "a.txt": "changed"})}, "the text of tiny is not what it was"),

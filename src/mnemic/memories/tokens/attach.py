@@ -214,6 +214,15 @@ class Attached(Handle):
             yield
         self.shared = state
 
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Within this context reading goes on from what was read, and at its end it is forgotten again."""
+        before, self.shared = self.shared, copy.copy(self.shared)
+        try:
+            yield
+        finally:
+            self.shared = before
+
     def reset(self) -> None:
         self.shared = None
 
