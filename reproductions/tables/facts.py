@@ -1,8 +1,8 @@
-"""Documents that state facts once, at their beginning, and ask for them later: a text that needs no files.
+"""Documents that state a fact once, at their beginning, and ask for it later: a text that needs no files.
 
-    k3 v7 k0 v2 .  w4 w5 w6 w7 w8  ? k0 v2  w1 w2 w3 w4  ? k3 v7  ...
+    k3 v7 .  w4 w5 w6 w7 w8  ? k3 v7  w1 w2 w3 w4  ? k3 v7  ...
 
-What stands between is easy to foretell: a model's loss is in the answers, and who has forgotten the facts cannot know
+What stands between is easy to foretell: a model's loss is in the answers, and who has forgotten the fact cannot know
 them.
 """
 

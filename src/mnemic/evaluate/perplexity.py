@@ -1,9 +1,9 @@
 """Perplexity: each token of each document is scored exactly once, whatever the window, the stride and the batch.
 
 A token is scored given what precedes it in its own document within the window. A model with an XL cache reads segments
-of `window` tokens one after the other instead, and sees what its cache holds besides. A document always begins a
-window or a segment, so that a token's context, and with it every figure, is the same for any batch size; where an
-attention memory searches by lists, up to what these find.
+of `window` tokens one after the other instead, and sees what its cache holds besides; so does one with recurrent memory
+tokens, unless a stride is given. A document always begins a window or a segment, so that a token's context, and with it
+every figure, is the same for any batch size; where an attention memory searches by lists, up to what these find.
 
 A model that translates reads pairs whole: the tokens of a target are scored, given its source and what precedes them.
 
@@ -126,10 +126,17 @@ def carried_windows(
     A row whose document has ended goes on with the next one at its next window; when none is left it is dropped.
     """
     windows = SlidingWindows(tokens, window, stride, rows)
+    memory = objective.memory
+    segments = objective.has_cache() or (stride == window and memory is not None and memory.segment is not None)
 
     def of_document(document: int) -> Iterator[Window]:
         for _, start, first, end in windows.of_document(document):
-            yield document, first if objective.has_cache() else start, first, end  # a cache holds the context
+            yield (
+                document,
+                first if segments else start,
+                first,
+                end,
+            )  # the rest goes on in the carry
 
     # The longest first: the rows end at about the same time
     waiting = iter(sorted((d for d in range(len(tokens)) if tokens.length(d) > 1), key=tokens.length, reverse=True))

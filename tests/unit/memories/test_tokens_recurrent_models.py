@@ -249,3 +249,48 @@ def test_a_store_is_not_built_of_what_goes_from_segment_to_segment(tmp_path: Any
     model = made("llama")
     with pytest.raises(UsageError, match="windows that are read alone"):
         mnemic.build_store(model, tokenizer, str(tmp_path), tmp_path / "rows.store")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mnemic-rotary+xl"])
+def test_rows_of_a_text_stand_one_after_the_other(architecture: str) -> None:
+    """Two texts that were read serve four rows, or two beams each: the first two rows the first."""
+    model, texts, prompts = made(architecture, segment=8), ids(2, 16), ids(4, 5, seed=3)
+    model.memory.tokens.layer.scale.data *= 10
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.memory.read(texts)
+    together = model(input_ids=prompts).logits
+    beams = model.generate(input_ids=prompts[:2], num_beams=2, **options)
+    for row in range(4):
+        model.memory.reset()
+        model.memory.read(texts[row // 2 : row // 2 + 1])
+        torch.testing.assert_close(together[row : row + 1], model(input_ids=prompts[row : row + 1]).logits, **CLOSE)
+    for row in range(2):
+        model.memory.reset()
+        model.memory.read(texts[row : row + 1])
+        assert torch.equal(
+            beams[row : row + 1], model.generate(input_ids=prompts[row : row + 1], num_beams=2, **options)
+        )
+
+
+def test_what_is_read_is_read_without_dropout_and_without_gradient() -> None:
+    torch.manual_seed(0)
+    base = build("gpt2")
+    for module in base.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    model, found = mnemic.augment(base, mnemic.MemoryTokens.recurrent(count=COUNT, segment=8)).train(), []
+    for _ in range(2):
+        model.memory.reset()
+        model.memory.read(ids(1, 16))
+        found.append(model.memory.tokens.shared.written)
+    assert torch.equal(*found)
+    assert not found[0].requires_grad
+    assert model.training
+
+
+def test_a_state_of_another_number_of_tokens_is_refused() -> None:
+    model = made("llama")
+    state = model.memory.new_state(2)
+    model.memory.change("tokens", count=COUNT + 1)
+    with pytest.raises(UsageError, match="a state of 3 memory tokens where there are 4 now"):
+        model.token_losses(ids(2, 4), input_ids=ids(2, 4), memory_state=state)

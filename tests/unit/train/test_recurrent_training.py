@@ -13,6 +13,7 @@ from mnemic.data import Document
 from mnemic.data.documents import Corpus
 from mnemic.errors import UsageError
 from mnemic.train.loop import Loop
+from tests.contract.architectures import build
 from tests.unit.train.test_resume import Stop, stop_at
 
 WORDS = "a memory keeps what was read and gives it back when it is asked for".split()  # noqa: SIM905
@@ -27,8 +28,13 @@ def long_corpus() -> Corpus:
 
 
 @pytest.fixture
-def make(make_model: Callable[..., Any]) -> Callable[..., Any]:
+def make(make_model: Callable[..., Any], tokenizer: Any) -> Callable[..., Any]:
     def made(kind: str = "decoder", xl_length: int = 0, hidden_size: int = 16) -> Any:
+        if kind == "opt":
+            torch.manual_seed(0)
+            base = build("opt").bfloat16()
+            base.resize_token_embeddings(len(tokenizer))
+            return mnemic.augment(base, mnemic.MemoryTokens.recurrent(count=3))
         options = {"xl_length": xl_length, "hidden_size": hidden_size, "dropout": 0.0} if kind == "decoder" else {}
         return mnemic.augment(make_model(kind, **options), mnemic.MemoryTokens.recurrent(count=3))
 
@@ -36,7 +42,7 @@ def make(make_model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("kind", "xl_length"), [("decoder", 0), ("decoder", 8), ("gpt2", 0)])
+@pytest.mark.parametrize(("kind", "xl_length"), [("decoder", 0), ("decoder", 8), ("gpt2", 0), ("opt", 0)])
 def test_stopped_and_resumed_is_never_stopped(
     long_corpus, tokenizer, make, settings, tmp_path, kind, xl_length, accumulate
 ) -> None:
@@ -150,7 +156,15 @@ def test_training_tells_that_what_is_written_learns_nothing(
 def test_what_cannot_be_is_said(long_corpus, tokenizer, make, make_model, settings) -> None:
     with pytest.raises(UsageError, match="train with batching = documents"):
         mnemic.train(make(), tokenizer, long_corpus, settings(batching="shuffled"))
+    read = make()
+    read.memory.read(torch.tensor([[3, 4, 5]]))
+    with pytest.raises(UsageError, match="the memory tokens have read a text"):
+        mnemic.train(read, tokenizer, long_corpus, settings())
     with pytest.raises(UsageError, match="segments = 2 needs batching"):
         settings(batching="shuffled", segments=2)
     with pytest.raises(UsageError, match="a masked model does not read documents on"):
         mnemic.train(make_model("bert"), tokenizer, long_corpus, settings(segments=2, objective="auto"))
+    with pytest.raises(UsageError, match="count = 0 is no memory"):
+        mnemic.train(
+            mnemic.augment(make_model("gpt2"), mnemic.MemoryTokens(count=0)), tokenizer, long_corpus, settings()
+        )

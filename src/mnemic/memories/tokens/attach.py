@@ -174,8 +174,15 @@ class Attached(Handle):
         return Carried(rows, self.layer()) if self.config.segment else None
 
     def check_training(self, config: Any, kind: str) -> None:
+        if not self.config.count:
+            raise UsageError("count = 0 is no memory, and nothing of it can be trained: give the memory tokens a count")
         if not self.config.segment:
             return
+        if self.shared is not None:
+            raise UsageError(
+                "the memory tokens have read a text, which would stand before every document that is trained on: "
+                "reset() the memory first"
+            )
         if config.batching != "documents":
             raise UsageError(
                 f"batching = {config.batching!r} leaves recurrent memory tokens without the past of their documents: "
@@ -195,6 +202,11 @@ class Attached(Handle):
         if len(state) != len(reading.targets):
             raise UsageError(
                 f"a state of {len(state)} rows for a batch of {len(reading.targets)}: make one with new_state"
+            )
+        if state.written.shape[1] != self.config.count:
+            raise UsageError(
+                f"a state of {state.written.shape[1]} memory tokens where there are {self.config.count} now: make one "
+                "with new_state"
             )
         apart = separates_documents(self.entrance.places)
         mask = inputs.get("attention_mask")

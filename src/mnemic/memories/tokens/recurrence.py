@@ -26,7 +26,7 @@ class Carried:
 
         Rows that did not `read` a token of it, (B,), stay as they are; those whose document has `ended` begin anew.
         """
-        begun = torch.ones_like(self.begun)
+        written, begun = written.to(self.written), torch.ones_like(self.begun)
         if read is not None:
             written = torch.where(read[:, None, None], written, self.written)
             begun = self.begun | read
