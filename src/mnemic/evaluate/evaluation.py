@@ -29,8 +29,8 @@ class Result(dict[str, Any]):
 def evaluate(model: Any, tokenizer: Any, corpus: Any, config: EvaluateConfig | None = None, **options: Any) -> Result:
     """Measures `model` on a corpus (a name, a path or a Corpus) as `config`, or options by name, say.
 
-    Afterwards the model's modes and the random generators are as before, and nothing was added to any cache of it. What its
-    memory has read (`model.memory.read`) stands before every text.
+    Afterwards the model's modes and the random generators are as before, and nothing was added to any cache of it.
+    What its memory has read (`model.memory.read`) stands before every text.
 
     >>> mnemic.evaluate(model, tokenizer, "stdlib", window=256, stride=128)["perplexity"]
     """
