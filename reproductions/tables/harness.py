@@ -91,7 +91,7 @@ class Row:
 class Table:
     """A table of the paper: its rows, and where in the results of an evaluation the figure of each column stands.
 
-    A place is split/figure/..., as in "valid/perplexity".
+    A place is split/figure/..., as in "valid/perplexity"; settings may name another split.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Measurement:
 
     def __init__(self, table: Table, row: Row, settings: Settings, seed: int, runs: Path) -> None:
         self.testing, self.settings, self.count = row.testing, settings, row.count
-        self.places = {column: table.columns[column] for column in row.paper}
+        self.places = {column: in_split(table.columns[column], settings.split) for column in row.paper}
         self.model = Model(row.trained, settings, seed, runs)
         self.tested: list[Any] = [described(settings.text(settings.tested)), settings.evaluate]
         if (testing := row.testing) is not None:
@@ -247,6 +247,11 @@ class Measurement:
         seconds = {"seconds": time.monotonic() - began} if metric == self.usual else {}
         known = {*how.to_dict(), "versions", "model", "corpus"}
         return {name: value for name, value in result.items() if name not in known} | seconds
+
+
+def in_split(place: str, split: str | None) -> str:
+    """A place, in another split if one is named."""
+    return place if split is None else "/".join([split, *place.split("/")[1:]])
 
 
 def at(results: dict[str, Any], place: str) -> Any:

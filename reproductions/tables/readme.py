@@ -111,13 +111,18 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{share:+.1%}"
 
 
+def short(commit: str | None) -> str:
+    """The beginning of a commit's name, and whether there was more than the commit."""
+    return re.sub(r"^(\w{10})\w*", r"\1", commit or "unknown")
+
+
 def said(results: dict[str, Any], size: str) -> str:
     """What made the results, in a line."""
     made = [one for seeds in results.get("measurements", {}).values() for one in seeds.values()]
     if not made:
         return f"Size: {size}. Not run yet."
     seeds = sorted({int(seed) for found in results["measurements"].values() for seed in found})
-    commits = sorted({re.sub(r"^(\w{10})\w*", r"\1", one["commit"] or "unknown") for one in made})
+    commits = sorted({short(one["commit"]) for one in made})
     return (
         f"Size: {size}. Seeds: {', '.join(map(str, seeds))}. Commit: {', '.join(commits)}. "
         f"Processors: {max(one['machine']['processors'] for one in made)}. "

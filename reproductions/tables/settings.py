@@ -29,6 +29,7 @@ class Settings(Config):
     home: dict[str, Any] = option({}, "the text that models are trained on: see Text")
     other: dict[str, Any] = option({}, "a text of another domain, if the table has one")
     tested: str = option("home", "which of the two is tested on")
+    split: str | None = option(None, "the split that is tested on; unset: that of the table's columns")
     model: str = option(
         "decoder", "as in `mnemic train --model`, or transformers:gpt2, or masked:bert, or pretrained:smollm2-135m"
     )

@@ -60,6 +60,16 @@ def test_every_variant_is_trained_and_translates(name: str, root: Path) -> None:
     assert len(models) == {"table1": 9, "table2": 2, "table3": 11}[name]
 
 
+@pytest.mark.parametrize(("size", "split"), [("paper", "valid"), ("small", "test"), ("smoke", "test")])
+def test_the_papers_size_is_scored_on_validation_as_the_paper_does(size: str, split: str, root: Path) -> None:
+    for name in ("table1", "table2", "table3"):
+        table, settings = imported(PAPER / name / "run.py").TABLE, Settings.read(PAPER / name / f"{size}.toml")
+        for row in (row for row in table.rows if settings.has(row.variant)):
+            made = Measurement(table, row, settings.varied(row.variant), 0, root / "runs")
+            assert made.splits() == [split]
+            assert set(made.places.values()) == {f"{split}/bleu"}
+
+
 def test_models_of_the_tables_have_the_memory_that_their_rows_say(root: Path) -> None:
     settings = Settings.read(PAPER / "table1" / "smoke.toml").varied("small")
     models = imported(PAPER / "table1" / "run.py").MODELS
@@ -92,7 +102,7 @@ def test_an_extended_memory_goes_on_from_the_smaller_one(root: Path) -> None:
     grown.start.train()
     before, begun = grown.start.load(), grown.begun()
     assert len(begun.memory.tokens.layer.vectors) == 10
-    assert torch.equal(begun.memory.tokens.layer.vectors[:5], before.memory.tokens.layer.vectors)
+    assert torch.equal(begun.memory.tokens.layer.vectors[5:], before.memory.tokens.layer.vectors)
 
 
 def test_a_model_without_memory_goes_on_as_long(root: Path) -> None:
@@ -133,10 +143,14 @@ def test_attention_maps_are_drawn_and_summed_up(root: Path) -> None:
         assert len(stacks["encoder"]) == 2
         assert all(row["write"] + row["process"] == pytest.approx(1, abs=1e-5) for row in stacks["encoder"])
     assert all(row["read"] == pytest.approx(1) for row in results["layers"]["MemBottleneck 20"]["encoder"])
+    settings = Settings.read(PAPER / "figures" / "paper.toml")
+    variants = {label: variant for label, (_, variant) in imported(PAPER / "figures" / "run.py").MODELS.items()}
+    layers = {label: settings.varied(variant).model_settings["encoder_layers"] for label, variant in variants.items()}
+    assert layers == {"MemTransformer 10": 6, "MemBottleneck 20": 4}  # as in the paper
     folder = root / PAPER.name / "figures"
     assert len(list((folder / "results").glob("*.png"))) == 6
     imported(PAPER / "figures" / "run.py").table(folder, "smoke")
-    assert "| MemTransformer 10 | cross | 1 |  |  | 0." in (folder / "README.md").read_text()
+    assert "| MemTransformer 10 | cross | 0 |  |  | 0." in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["table1", "table2", "table3", "table4"])

@@ -15,7 +15,7 @@ from typing import Any
 from memory_transformer.rows import memory
 from tables.harness import machine
 from tables.models import Model
-from tables.readme import put_between
+from tables.readme import put_between, short
 from tables.settings import Settings
 
 import mnemic
@@ -23,7 +23,7 @@ from mnemic.files import write_text
 from mnemic.train.report import commit, versions
 from mnemic.train.terminal import say
 
-MODELS = {"MemTransformer 10": memory(10), "MemBottleneck 20": memory(20, "bottleneck")}
+MODELS = {"MemTransformer 10": (memory(10), "base"), "MemBottleneck 20": (memory(20, "bottleneck"), "small")}
 SENTENCES = {"smoke": 2}
 MOST = 64
 SHARES = ("write", "process", "read")
@@ -32,15 +32,14 @@ SHARES = ("write", "process", "read")
 def main(folder: Path, size: str, seeds: Sequence[int] | None, runs: Path) -> None:
     """Trains the models of Table 1, if that is not done, and reads sentences with them."""
     settings = Settings.read(folder / f"{size}.toml")
-    settings = settings.varied("base" if settings.has("base") else "small")
     seed = (seeds or settings.seeds)[0]
     pairs = list(islice(settings.text("home").open().pairs("test"), SENTENCES.get(size, MOST)))
     (folder / "results").mkdir(exist_ok=True)
     found: dict[str, Any] = {}
     even: dict[str, float] = {}  # the memory's share of all that can be attended to
-    for label, trained in MODELS.items():
+    for label, (trained, variant) in MODELS.items():
         say(f"Figures ({size}), seed {seed}: {label}")
-        made = Model(trained, settings, seed, runs)
+        made = Model(trained, settings.varied(variant if settings.has(variant) else "small"), seed, runs)
         made.train()
         model = made.load().eval()
         maps = [mnemic.attention_maps(model, made.tokenizer, pair.source.text) for pair in pairs]
@@ -87,7 +86,7 @@ def table(folder: Path, size: str) -> None:
     made = [
         *(f"| {' | '.join(row)} |" for row in lines),
         "",
-        known + f"Commit: {(results['commit'] or 'unknown')[:10]}.",
+        known + f"Commit: {short(results['commit'])}.",
         "",
         "Attention that is spread evenly would have the memory's share of all that stands there: process and read "
         + ", ".join(f"{share:.2f} ({label})" for label, share in results["even"].items())

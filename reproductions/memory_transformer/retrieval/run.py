@@ -46,7 +46,7 @@ def main(folder: Path, size: str, seeds: Sequence[int] | None, runs: Path) -> No
     settings = Settings.read(folder / f"{size}.toml")
     path = folder / "results" / f"{size}.json"
     found = read_results(path)
-    if found.get("settings") != settings.to_dict():
+    if not found or Settings.from_dict(found["settings"]) != settings:
         found = {"size": size, "settings": settings.to_dict(), "measurements": {label: {} for label in MODELS}}
     for seed in settings.seeds if seeds is None else seeds:
         for label, (trained, variant) in MODELS.items():

@@ -250,46 +250,6 @@ def test_a_controller_in_bert_reads_the_sequence_and_in_gpt2_only_the_memory() -
         assert (not torch.equal(*seen)) == reads
 
 
-def test_a_lesion_leaves_the_first_tokens_and_an_extension_keeps_them() -> None:
-    model = made("plain", "bert")
-    vectors = model.memory.tokens.layer.vectors.detach().clone()
-    model.memory.change("tokens", count=5)
-    grown = model.memory.tokens.layer.vectors
-    assert model.memory.tokens.config.count == 5
-    assert torch.equal(grown[:COUNT], vectors)
-    assert torch.pdist(grown.detach()).min() > 1e-3
-    assert grown.requires_grad
-    spread = model.memory.tokens.layer.spread
-    assert 0.3 * spread < grown[COUNT:].std() < 3 * spread
-    model.memory.change("tokens", count=2)
-    assert torch.equal(model.memory.tokens.layer.vectors, vectors[:2])
-    model.memory.change("tokens", count=0)
-    with torch.no_grad():
-        got = model(input_ids=ids()).logits
-        assert torch.equal(got, build("bert").double()(input_ids=ids()).logits)
-
-
-def test_a_gate_of_a_new_token_begins_closed() -> None:
-    model = made("plain", "bert", gated=True)
-    with torch.no_grad():
-        model.memory.tokens.layer.gate.fill_(0.5)
-        before = model(input_ids=ids()).logits
-        model.memory.change("tokens", count=6)
-        torch.testing.assert_close(model(input_ids=ids()).logits, before, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("variant", ["plain", "control", "bottleneck"])
-def test_a_changed_memory_is_saved_with_its_new_size(variant: str, tmp_path: Any) -> None:
-    model = made(variant).float()
-    model.memory.change("tokens", count=6)
-    model.save_pretrained(tmp_path / "saved")
-    loaded = mnemic.load(tmp_path / "saved").eval()
-    assert loaded.memory.tokens.config.count == 6
-    with torch.no_grad():
-        given = {"input_ids": ids(), "decoder_input_ids": ids(seed=1)}
-        assert torch.equal(loaded(**given).logits, model(**given).logits)
-
-
 def test_training_goes_through_every_variant() -> None:
     """Loss falls, and what the variant has of its own moves."""
     for variant in VARIANTS:

@@ -33,7 +33,7 @@ class MemoryTokens(MemoryConfig):
 
     count: int = option(
         10,
-        "how many [mem] tokens are put before the input (the paper's m); on a trained model fewer leave its first ones "
+        "how many [mem] tokens are put before the input (the paper's m); on a trained model fewer leave its last ones "
         "(a lesion, 0 all out) and more add new ones, to be trained (an extension)",
     )
     place: Literal["encoder", "decoder", "both"] = option(

@@ -84,14 +84,17 @@ class MemoryTokenLayer(nn.Module):
         self.vectors.copy_(torch.randn_like(self.vectors) * self.spread)
 
     def resize(self, count: int) -> None:
-        """Leaves the first `count` tokens, or adds new ones, drawn as those at the start were."""
+        """Leaves the last `count` tokens, which stay where they stand before a text, or puts new ones before them.
+
+        New ones are drawn as those at the start were, and are no copies of these where the generator is seeded again.
+        """
         old = self.vectors.detach()
-        new = torch.randn(max(count - len(old), 0), old.shape[1], dtype=old.dtype, device=old.device) * self.spread
-        self.vectors = nn.Parameter(torch.cat([old[:count], new]), self.vectors.requires_grad)
+        drawn = torch.randn(max(count, len(old)), old.shape[1], dtype=old.dtype, device=old.device) * self.spread
+        new, kept = drawn[len(old) :], slice(max(len(old) - count, 0), None)
+        self.vectors = nn.Parameter(torch.cat([new, old[kept]]), self.vectors.requires_grad)
         if self.gate is not None:
-            gate = self.gate.detach()
-            closed = gate.new_full((len(new),), CLOSED)
-            self.gate = nn.Parameter(torch.cat([gate[:count], closed]), self.gate.requires_grad)
+            closed, gate = self.gate.new_full((len(new),), CLOSED), self.gate.detach()
+            self.gate = nn.Parameter(torch.cat([closed, gate[kept]]), self.gate.requires_grad)
 
 
 class MemoryAttention(nn.Module):
