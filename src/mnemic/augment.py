@@ -118,6 +118,8 @@ def _augmented_class(base: type[PreTrainedModel], separates: bool) -> type[PreTr
         names["_prepare_cache_for_generation"] = _prepare_cache_for_generation(base)
     if hasattr(base, "prepare_inputs_for_generation"):
         names["prepare_inputs_for_generation"] = _prepare_inputs_for_generation(base)
+    if hasattr(base, "_expand_inputs_for_generation"):
+        names["_expand_inputs_for_generation"] = _expand_inputs_for_generation(base)
     return type(base.__name__, (AugmentedModel, base), names)
 
 
@@ -191,6 +193,21 @@ def _prepare_inputs_for_generation(base: Any) -> Any:
         return base.prepare_inputs_for_generation(self, *args, **kwargs)
 
     return prepare_inputs_for_generation
+
+
+def _expand_inputs_for_generation(base: Any) -> Any:
+    """The base's own, after which the copy of an encoder's output that beams read still says what the prefix is."""
+
+    @functools.wraps(base._expand_inputs_for_generation)
+    def expand(self: Any, *args: Any, **kwargs: Any) -> Any:
+        encoded = kwargs.get("encoder_outputs")
+        taken = 0 if encoded is None else getattr(encoded[0], MARK, 0)
+        input_ids, found = base._expand_inputs_for_generation(self, *args, **kwargs)
+        if taken:
+            setattr(found["encoder_outputs"][0], MARK, taken)
+        return input_ids, found
+
+    return expand
 
 
 def load(folder: str | Path, base: PreTrainedModel | None = None, check_base: bool = True, mapped: bool = False) -> Any:

@@ -132,6 +132,22 @@ def test_by_its_mask_a_copy_of_an_encoders_output_is_known_to_have_the_memory_in
         torch.testing.assert_close(got, model(**pair()).logits)
 
 
+@pytest.mark.parametrize("architecture", ["t5", "bart", OURS])
+@pytest.mark.parametrize("beams", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+def test_beams_read_a_gated_memory_as_a_forward_does(architecture: str, beams: dict[str, Any]) -> None:
+    """Of an encoder's output each beam reads a copy; without a mask nothing else would tell what the memory is."""
+    model = made(architecture, gated=True)
+    for gate in (None, 0.5):
+        if gate is not None:
+            model.memory.tokens.layer.gate.data.fill_(gate)
+        options = {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True, **beams}
+        with torch.no_grad():
+            scores = model.generate(ids(), **options).scores[0].softmax(-1)
+            start = torch.full((2, 1), model.generation_config.decoder_start_token_id)
+            expected = model(input_ids=ids(), decoder_input_ids=start).logits[:, -1].softmax(-1)
+        torch.testing.assert_close(scores, expected.repeat_interleave(len(scores) // 2, 0), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("architecture", [OURS, "t5", "bart"])
 def test_masks_of_four_dimensions_are_the_bases_affair_while_the_memory_is_off(architecture: str) -> None:
     mask = torch.ones(2, 1, 1, 7, dtype=torch.bool)
