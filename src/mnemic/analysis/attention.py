@@ -30,6 +30,7 @@ from mnemic.hf.anatomy import Places, find
 from mnemic.hf.positions import positions
 from mnemic.hf.weights import attention_weights
 from mnemic.memories.tokens.blocks import watching
+from mnemic.memories.tokens.config import BOTTLENECKS
 from mnemic.train.objectives import check_vocabulary
 from mnemic.train.seq2seq import decoder_start
 from mnemic.train.state import untouched
@@ -53,7 +54,8 @@ class StackMaps:
 
     The first `memory_queries` rows and `memory_keys` columns are memory tokens. There are as many of both, or no rows
     where another stack reads the memory, as a decoder does. In a `causal` stack nobody sees what comes after it; a
-    memory that stands `behind` the text, too, has the rows it has there, and its columns of both places added up.
+    memory that stands `behind` the text, too, has the rows it has there, and its columns of both places added up. A
+    memory of another `variant` than the plain one is seen otherwise, too: `seen`.
     """
 
     weights: Tensor
@@ -63,6 +65,7 @@ class StackMaps:
     memory_keys: int
     causal: bool = False
     behind: bool = False
+    variant: str = "plain"
 
     def __post_init__(self) -> None:
         labels = (len(self.queries), len(self.keys))
@@ -87,7 +90,22 @@ class StackMaps:
     @cached_property
     def measures(self) -> dict[str, Tensor]:
         """How much each head does of each operation, (layers, heads) from 0 to 1; see `mnemic.analysis.operations`."""
-        return operations.measures(self.weights, self.memory_queries, self.memory_keys, self.causal, self.behind)
+        return operations.measures(self.weights, self.memory_queries, self.memory_keys, self.seen)
+
+    @property
+    def seen(self) -> Tensor:
+        """In how many places each query sees each key, (queries, keys)."""
+        found, memory, sequence = torch.ones(self.weights.shape[2:]), slice(self.memory_queries), self.memory_keys
+        if self.causal:
+            found = found.tril()
+        if self.behind:  # its keys before the text, and those behind it up to its own
+            found[memory] = 1
+            found[memory, :sequence] += torch.ones(sequence, sequence).tril()
+        elif self.causal and self.variant != "plain":  # a layer of the memory's own reads all of it
+            found[memory, :sequence] = 1
+        if self.variant in BOTTLENECKS:
+            found[self.memory_queries :, sequence:] = 0
+        return found
 
     @property
     def blind(self) -> bool:
@@ -207,8 +225,8 @@ def attention_maps(model: Any, tokenizer: Any, text: str, target: str | None = N
     stacks = {}
     for name, weights in found.items():
         if name in ("self", "encoder"):
-            causal = places.anatomy.kind == "causal"
-            stacks[name] = StackMaps(weights, source, source, before, before, causal)
+            seen: Any = {"causal": places.anatomy.kind == "causal", "variant": model.memory.tokens.config.variant}
+            stacks[name] = StackMaps(weights, source, source, before, before, **seen)
             continue
         read = memory[:within] + _labels(tokenizer, inputs["decoder_input_ids"])
         if name == "decoder":

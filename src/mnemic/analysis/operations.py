@@ -33,42 +33,37 @@ def blocks(weights: Tensor, memory_queries: int, memory_keys: int) -> dict[str, 
     }
 
 
-def measures(
-    weights: Tensor, memory_queries: int, memory_keys: int, causal: bool = False, behind: bool = False
-) -> dict[str, Tensor]:
+def measures(weights: Tensor, memory_queries: int, memory_keys: int, seen: Tensor | None = None) -> dict[str, Tensor]:
     """Every measure of this file, by name, (layers, heads) each; 0 for what a stack cannot do.
 
-    The memory tokens of a causal stack see those before them alone, unless they stand `behind` the sequence, too. The
-    first sees itself alone. It has no choice, so it has no part in the means.
+    seen: in how many places a row sees a key, (queries, keys); one for all if it is left out. What sees one key alone
+    has no choice, and no part in the means of what memory tokens do with each other.
     """
-    rows = weights[..., :memory_queries, :].double()
-    cut = blocks(weights, memory_queries, memory_keys)
+    seen = torch.ones(weights.shape[-2:], device=weights.device) if seen is None else seen.to(weights.device)
+    cut, places = blocks(weights, memory_queries, memory_keys), blocks(seen.double(), memory_queries, memory_keys)
     cut = {name: cut[name].double() for name in ("write", "process", "read")}  # the largest block is not measured
     found = {name: _mean_of_rows(block.sum(-1)) for name, block in cut.items()}
-    alone = causal and not behind
-    seen = torch.full((weights.shape[-2],), weights.shape[-1], device=weights.device)
-    if causal:
-        seen -= torch.arange(len(seen), device=seen.device).flip(0)
-        seen[:memory_queries] = seen[:memory_queries] if alone else weights.shape[-1]
-    found["write_strength"] = _mean_of_rows(chosen(cut["write"], seen[:memory_queries]))
-    found["read_strength"] = _mean_of_rows(chosen(cut["read"], seen[memory_queries:]))
-    for name, value in _processing(rows, cut["process"], alone).items():
-        value = value[..., 1:] if alone else value
-        found[name] = value.sum(-1) / max(value.shape[-1], 1)
+    all_seen = {"write": seen[:memory_queries].sum(-1), "read": seen[memory_queries:].sum(-1)}
+    for name, many in all_seen.items():
+        found[f"{name}_strength"] = _mean_of_rows(chosen(cut[name], places[name], many.double()))
+    process = _processing(weights[..., :memory_queries, :].double(), cut["process"], seen[:memory_queries].double())
+    for name, value in process.items():
+        found[name] = _mean_of_rows(value[..., all_seen["write"] > 1])
     return {name: value.clamp(0, 1) for name, value in found.items()}
 
 
-def _processing(rows: Tensor, process: Tensor, alone: bool) -> dict[str, Tensor]:
+def _processing(rows: Tensor, process: Tensor, seen: Tensor) -> dict[str, Tensor]:
     """The measures of what memory tokens do with each other, (layers, heads, memory rows) each."""
     if not rows.shape[-2]:  # a stack in which no memory token is updated
-        process = process[..., :0]
-    seen = torch.ones(process.shape[-2:], dtype=torch.bool, device=rows.device)
-    seen = seen.tril() if alone else seen
-    above = excess(process, seen)
-    common = _common(above, seen)
-    kept, turned, same = copies(rows, above, common)
+        return dict.fromkeys(("store", "fusion", "copy", "copy_kept", "copy_reversed", "copy_same"), rows.sum(-1))
+    places = seen[..., : process.shape[-1]]
+    even = background(process, places)
+    above = (process - even * places).clamp(min=0)
+    common = _common(above, places)
+    once = rows - even * (seen - 1).clamp(min=0)  # what a key has in a second place is no sharper for it
+    kept, turned, same = copies(once, above, common)
     return {
-        "store": stores(rows, common),
+        "store": stores(once, common),
         "fusion": fusions(above, common),
         "copy": torch.maximum(torch.maximum(kept, turned), same),
         "copy_kept": kept,
@@ -88,17 +83,20 @@ def strongest(found: dict[str, float]) -> str:
     return name if found[name] >= CLEAR else NONE
 
 
-def chosen(block: Tensor, seen: Tensor) -> Tensor:
-    """How much each row prefers the keys of a block to all that it sees, N keys (`seen`, one number for each row).
+def chosen(block: Tensor, places: Tensor, many: Tensor) -> Tensor:
+    """How much each row prefers the keys of a block to all that it sees, in N places (`many`, one number a row).
 
-        chosen_i = (sum_j A_ij log(N A_ij))_+ / log N        j: the keys of the block
+        chosen_i = (sum_j W_ij log(N W_ij / p_ij))_+ / log N        j: the keys of the block, seen in p_ij `places`
+        W_ij = (A_ij - c_j)_+
 
-    It is the block's part of the distance (Kullback and Leibler's) between the row and an even one, as a share of the
-    largest there is: 1 if all weight is on one key of the block, 0 if the block has no more than in an even row.
+    With W = A it would be the block's part of the distance (Kullback and Leibler's) between the row and an even one, as
+    a share of the largest there is: 1 if all weight is on one key of the block, 0 if the block has no more than in an
+    even row. c_j is what most rows give to a key beyond that, `_common`.
     """
-    many = seen.to(block.dtype)[:, None].clamp(min=2)  # a row that sees one key has no choice
-    found = torch.xlogy(block, block * many).sum(-1).clamp(min=0) / many[:, 0].log()
-    return found * (seen > 1)
+    even = places / many[:, None].clamp(min=1)  # 1 in a row that sees one key: it has no choice
+    left = (block - _common((block - even).clamp(min=0), places)).clamp(min=0)
+    distance = torch.xlogy(left, left / even.clamp(min=_TINY)).sum(-1)
+    return distance.clamp(min=0) / many.clamp(min=2).log()
 
 
 def _mean_of_rows(found: Tensor) -> Tensor:
@@ -114,15 +112,15 @@ def sharpest(rows: Tensor) -> tuple[Tensor, Tensor]:
     return top.indices[..., 0], top.values[..., 0] - top.values[..., 1]
 
 
-def excess(process: Tensor, seen: Tensor) -> Tensor:
-    """E_ij = (A_ij - b_i)+, what a memory key has above the background of its row; 0 where the row is even.
+def background(process: Tensor, places: Tensor) -> Tensor:
+    """b_i, what a row gives to a memory key in each place where it is without choosing it: (layers, heads, rows, 1).
 
-    b_i is the mean of those weights among the memory keys that are not above the mean of all of them.
+    It is the mean over those memory keys that have no more than the mean of all. E_ij = (A_ij - b_i p_ij)_+ is what a
+    key has above it, 0 where the row is even.
     """
-    mean = process.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)
-    low = seen & (process <= mean * (1 + 1e-6))  # with room for rounding: in an even row all weights are the mean
-    background = (process * low).sum(-1, keepdim=True) / low.sum(-1, keepdim=True).clamp(min=1)
-    return (process - background).clamp(min=0)
+    mean = process.sum(-1, keepdim=True) / places.sum(-1, keepdim=True).clamp(min=1)
+    low = process <= mean * places * (1 + 1e-6)  # with room for rounding: in an even row all weights are the mean
+    return (process * low).sum(-1, keepdim=True) / (places * low).sum(-1, keepdim=True).clamp(min=1)
 
 
 def shared(weights: Tensor) -> Tensor:
@@ -160,32 +158,34 @@ def copies(rows: Tensor, above: Tensor, common: Tensor) -> tuple[Tensor, Tensor,
 
         order kept       min(s_i, s_i')   if t_i' = t_i + 1 and t_i != i: a shifted diagonal
         order reversed   min(s_i, s_i')   if t_i' = t_i - 1 and t_i != i: an antidiagonal
-        the same values  shared(min(F_ij, F_i'j) over j),  F_ij = (E_ij - E_ji - c_j)+: a vertical block
+        the same values  shared(min(F_ij, F_i'j) over j),  F_ij = (E_ij - min(E_ji, E_ii) - c_j)+: a vertical block
 
-    F is what flows one way only: among tokens that all take from each other there is no source to copy from. A line of
-    one key is no copy.
+    F leaves out what tokens that take from themselves take from each other, too: that is a sum, with no source to copy
+    from. A line of one key is no copy.
     """
     count = rows.shape[-2]
     key, margin = sharpest(rows)
     pairs = torch.minimum(margin[..., 1:], margin[..., :-1]) * (key < count)[..., 1:] * (key < count)[..., :-1]
     step = key.diff(dim=-1)
     others = key != torch.arange(count, device=rows.device)
-    one_way = (above - above.mT - common).clamp(min=0)
+    itself = above.diagonal(dim1=-2, dim2=-1)[..., None]
+    one_way = (above - torch.minimum(above.mT, itself) - common).clamp(min=0)
     same = shared(torch.minimum(one_way[..., 1:, :], one_way[..., :-1, :]))
     return _of_rows(pairs * (step == 1)) * others, _of_rows(pairs * (step == -1)) * others, _of_rows(same)
 
 
-def _common(above: Tensor, seen: Tensor) -> Tensor:
+def _common(above: Tensor, places: Tensor) -> Tensor:
     """c_j, what at least three quarters of the rows that see a key give to it: (layers, heads, 1, keys).
 
     Vertical lines through all rows are no operation: they are what heads look like that are passed by (section A.2).
     Where one row alone sees a key there is nothing in common.
     """
-    if not above.shape[-1]:
-        return above.new_zeros(*above.shape[:-2], 1, 0)
-    hidden = above.masked_fill(~seen, torch.nan)
-    found = hidden.nanquantile(0.25, dim=-2, keepdim=True, interpolation="lower")
-    return found * (seen.sum(-2) > 1)
+    rows = (places > 0).sum(-2)
+    if not above.shape[-1] or not above.shape[-2]:
+        return above.new_zeros(*above.shape[:-2], 1, above.shape[-1])
+    ordered = above.masked_fill(places == 0, torch.inf).sort(dim=-2).values
+    lower = ((rows - 1).clamp(min=0) // 4).expand(*above.shape[:-2], 1, -1)
+    return ordered.gather(-2, lower).masked_fill(rows < 2, 0)
 
 
 def _of_rows(pairs: Tensor) -> Tensor:

@@ -119,7 +119,9 @@ def test_a_memory_behind_the_text_may_store_fuse_and_copy() -> None:
     assert stack.operations() == [["store"]]
     assert stack.measures["read_strength"].item() == pytest.approx(0, abs=1e-7)
     even = weights.clone()
-    even[..., :m, :] = 1 / (m + n)
+    even[..., :m, :m] = 1 + torch.ones(m, m).tril()  # before the text, and behind it up to itself
+    even[..., :m, m:] = 1
+    even[..., :m, :] /= even[..., :m, :].sum(-1, keepdim=True)
     found = StackMaps(even, labels, labels, m, m, causal=True, behind=True)
     assert found.measures["write_strength"].item() == pytest.approx(0, abs=1e-7)
     assert found.operations() == [["none"]]

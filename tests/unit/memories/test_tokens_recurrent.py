@@ -183,6 +183,18 @@ def test_layers_that_run_again_for_their_gradient_give_the_same() -> None:
         torch.testing.assert_close(found, expected, **EXACT)
 
 
+@pytest.mark.parametrize("architecture", XL[:3])
+def test_the_memory_behind_a_segment_stands_where_it_does_without_a_cache(architecture: str) -> None:
+    """As long as an XL cache is empty it changes nothing."""
+    model, text = made(architecture, torch.float64), ids(2, 8)
+    with torch.no_grad():
+        model.memory.tokens.layer.vectors.normal_(generator=torch.Generator().manual_seed(2))
+        cached, plain = Reader(model, 2), Reader(model, 2)
+        plain.cache = None
+        torch.testing.assert_close(cached.read(text), plain.read(text), **EXACT)
+        torch.testing.assert_close(cached.state.written, plain.state.written, **EXACT)
+
+
 @pytest.mark.parametrize("architecture", XL)
 def test_an_xl_cache_keeps_nothing_of_the_memory(architecture: str) -> None:
     model, text = made(architecture), ids(2, 16)

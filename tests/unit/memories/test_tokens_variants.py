@@ -250,6 +250,31 @@ def test_a_controller_in_bert_reads_the_sequence_and_in_gpt2_only_the_memory() -
         assert (not torch.equal(*seen)) == reads
 
 
+def test_a_controller_shows_the_weights_that_it_sums_up_with() -> None:
+    attention = MemoryController(8, 2, 4, 16).double().attention
+    queries, states = (torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)).double() for n in (3, 5))
+    hidden = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 1]]).bool()[:, None, None]
+    for mask in (None, hidden, torch.zeros(2, 1, 1, 5).double().masked_fill(~hidden, -torch.inf)):
+        value = attention.key_value(states)[..., 8:].unflatten(2, (2, 4)).transpose(1, 2)
+        found = (attention.weights(queries, states, mask) @ value).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(attention.out(found), attention(queries, states, mask))
+
+
+def test_a_controller_is_as_wide_and_forgets_as_much_as_the_layers_beside_it() -> None:
+    (controller, *_) = made("control").memory.tokens.controllers
+    layer = next(module for module in made("control").modules() if hasattr(module, "mlp"))
+    assert controller.up.out_features == build(OURS).config.intermediate_size
+    for kept in (0.0, 0.3):
+        base = build(OURS)
+        base.config.dropout = kept
+        of_model = mnemic.augment(type(base)(base.config), mnemic.MemoryTokens(variant="control")).memory.tokens
+        assert of_model.controllers[0].dropout == kept
+    assert layer.dropout == 0
+    memory, all_lost = torch.randn(1, 2, 8), MemoryController(8, 2, 4, 16, dropout=1.0).train()
+    expected = all_lost.norm(all_lost.attention_norm(memory))
+    torch.testing.assert_close(all_lost(memory, memory), expected)
+
+
 def test_training_goes_through_every_variant() -> None:
     """Loss falls, and what the variant has of its own moves."""
     for variant in VARIANTS:
