@@ -221,7 +221,8 @@ def test_rule_05_padding_changes_nothing(memory: str, architecture: str, side: s
         "input_ids": order(padding, short["input_ids"]),
         "attention_mask": order(torch.zeros_like(padding), mask),
     }
-    if model.memory._places.positions_by_id and not model.config.is_encoder_decoder and architecture != "roberta":
+    by_table = model.memory._places.anatomy.positions == "absolute"
+    if by_table and not model.config.is_encoder_decoder and architecture != "roberta":
         padded["position_ids"] = (padded["attention_mask"].cumsum(1) - 1).clamp(min=0)
 
     def difference(of: PreTrainedModel) -> torch.Tensor:

@@ -36,6 +36,8 @@ def sequence_positions(
     if real_only := mask is not None and config.model_type in _COUNT_REAL_TOKENS:
         mask = mask.long()
         counted = (mask.cumsum(1) * mask - 1)[:, past:]
+    elif mask is not None and places.anatomy.positions == "rotary":  # padding on the left would come in between
+        counted = counted - (mask.cumsum(1) == 0).sum(1, keepdim=True)
     if starts is not None:
         first = torch.where(starts, counted, torch.zeros_like(counted)).cummax(1).values
         return torch.where(counted < 0, counted, counted - first)
