@@ -98,7 +98,7 @@ def in_words(maps: AttentionMaps) -> str:
         lines.append("")
     lines += [
         "write, process: how much memory tokens attend to the text and to each other; read: how much the others attend",
-        "to the memory. The strength of an operation goes from 0 to 1; it is 0 where attention is even, or alike in most",
-        "rows.",
+        "to the memory. The strength of an operation goes from 0 to 1, and is 0 where attention is even, or alike in",
+        "most rows.",
     ]
     return "\n".join([*lines, *maps.notes()])
