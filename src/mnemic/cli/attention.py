@@ -88,7 +88,8 @@ def in_words(maps: AttentionMaps) -> str:
     for name, rows in maps.summary().items():
         stack = maps[name]
         text = (len(stack.queries) - stack.memory_queries, len(stack.keys) - stack.memory_keys)
-        lines.append(f"{name}: {text[0]} tokens that attend to {text[1]} and to {stack.memory_keys} memory tokens")
+        attend = "1 token that attends" if text[0] == 1 else f"{text[0]} tokens that attend"
+        lines.append(f"{name}: {attend} to {text[1]} and to {stack.memory_keys} memory tokens")
         lines.append(f"{'layer':>7}{'write':>9}{'process':>9}{'read':>9}   strongest, and how strong each operation is")
         possible = rows[0]["operations"] if stack.memory_queries else ["read"]
         for row in rows:
