@@ -202,7 +202,8 @@ def _expand_inputs_for_generation(base: Any) -> Any:
     def expand(self: Any, *args: Any, **kwargs: Any) -> Any:
         encoded = kwargs.get("encoder_outputs")
         taken = 0 if encoded is None else getattr(encoded[0], MARK, 0)
-        input_ids, found = base._expand_inputs_for_generation(self, *args, **kwargs)
+        of_base: Any = super(AugmentedModel, self)  # in some it is a static method
+        input_ids, found = of_base._expand_inputs_for_generation(*args, **kwargs)
         if taken:
             setattr(found["encoder_outputs"][0], MARK, taken)
         return input_ids, found

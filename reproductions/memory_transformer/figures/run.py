@@ -33,7 +33,7 @@ def main(folder: Path, size: str, seeds: Sequence[int] | None, runs: Path) -> No
     """Trains the models of Table 1, if that is not done, and reads sentences with them."""
     settings = Settings.read(folder / f"{size}.toml")
     seed = (seeds or settings.seeds)[0]
-    pairs = list(islice(settings.text("home").open().pairs("test"), SENTENCES.get(size, MOST)))
+    pairs = list(islice(settings.text("home").open().pairs(settings.split or "test"), SENTENCES.get(size, MOST)))
     (folder / "results").mkdir(exist_ok=True)
     found: dict[str, Any] = {}
     even: dict[str, float] = {}  # the memory's share of all that can be attended to

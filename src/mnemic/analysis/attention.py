@@ -30,7 +30,6 @@ from mnemic.hf.anatomy import Places, find
 from mnemic.hf.positions import positions
 from mnemic.hf.weights import attention_weights
 from mnemic.memories.tokens.blocks import watching
-from mnemic.memories.tokens.config import BOTTLENECKS
 from mnemic.train.objectives import check_vocabulary
 from mnemic.train.seq2seq import decoder_start
 from mnemic.train.state import untouched
@@ -55,7 +54,7 @@ class StackMaps:
     The first `memory_queries` rows and `memory_keys` columns are memory tokens. There are as many of both, or no rows
     where another stack reads the memory, as a decoder does. In a `causal` stack nobody sees what comes after it; a
     memory that stands `behind` the text, too, has the rows it has there, and its columns of both places added up. A
-    memory of another `variant` than the plain one is seen otherwise, too: `seen`.
+    memory of another `variant` than the plain one sees otherwise, and is seen otherwise: `seen`.
     """
 
     weights: Tensor
@@ -94,17 +93,20 @@ class StackMaps:
 
     @property
     def seen(self) -> Tensor:
-        """In how many places each query sees each key, (queries, keys)."""
-        found, memory, sequence = torch.ones(self.weights.shape[2:]), slice(self.memory_queries), self.memory_keys
+        """In how many places each query of a layer sees each key, (layers, queries, keys)."""
+        queries, keys = self.memory_queries, self.memory_keys
+        found = torch.ones(len(self.weights), *self.weights.shape[2:])
         if self.causal:
             found = found.tril()
         if self.behind:  # its keys before the text, and those behind it up to its own
-            found[memory] = 1
-            found[memory, :sequence] += torch.ones(sequence, sequence).tril()
-        elif self.causal and self.variant != "plain":  # a layer of the memory's own reads all of it
-            found[memory, :sequence] = 1
-        if self.variant in BOTTLENECKS:
-            found[self.memory_queries :, sequence:] = 0
+            found[:, :queries] = 1
+            found[:, :queries, :keys] += torch.ones(keys, keys).tril()
+        elif self.causal and self.variant != "plain":  # a layer of its own reads all of it; after the last nobody does
+            found[:-1, :queries, :keys] = 1
+        if self.variant == "bottleneck-skip":
+            found[:, queries:] = 0
+        reached = (self.weights[:, :, queries:, keys:] > 0).any(1)  # not beyond a sliding window, nor in a bottleneck
+        found[:, queries:, keys:] *= reached
         return found
 
     @property

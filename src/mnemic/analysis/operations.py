@@ -36,19 +36,21 @@ def blocks(weights: Tensor, memory_queries: int, memory_keys: int) -> dict[str, 
 def measures(weights: Tensor, memory_queries: int, memory_keys: int, seen: Tensor | None = None) -> dict[str, Tensor]:
     """Every measure of this file, by name, (layers, heads) each; 0 for what a stack cannot do.
 
-    seen: in how many places a row sees a key, (queries, keys); one for all if it is left out. What sees one key alone
-    has no choice, and no part in the means of what memory tokens do with each other.
+    seen: in how many places a row sees a key, (queries, keys) or so in each layer; one for all if it is left out. What
+    sees one key alone has no choice, and no part in the means of what memory tokens do with each other.
     """
-    seen = torch.ones(weights.shape[-2:], device=weights.device) if seen is None else seen.to(weights.device)
+    seen = torch.ones(weights.shape[-2:]) if seen is None else seen
+    seen = seen.to(weights.device).expand(len(weights), *weights.shape[-2:])[:, None]  # of all heads
     cut, places = blocks(weights, memory_queries, memory_keys), blocks(seen.double(), memory_queries, memory_keys)
     cut = {name: cut[name].double() for name in ("write", "process", "read")}  # the largest block is not measured
     found = {name: _mean_of_rows(block.sum(-1)) for name, block in cut.items()}
-    all_seen = {"write": seen[:memory_queries].sum(-1), "read": seen[memory_queries:].sum(-1)}
+    all_seen = {"write": seen[..., :memory_queries, :].sum(-1), "read": seen[..., memory_queries:, :].sum(-1)}
     for name, many in all_seen.items():
         found[f"{name}_strength"] = _mean_of_rows(chosen(cut[name], places[name], many.double()))
-    process = _processing(weights[..., :memory_queries, :].double(), cut["process"], seen[:memory_queries].double())
-    for name, value in process.items():
-        found[name] = _mean_of_rows(value[..., all_seen["write"] > 1])
+    choose = all_seen["write"] > 1
+    rows, seen = weights[..., :memory_queries, :].double(), seen[..., :memory_queries, :].double()
+    for name, value in _processing(rows, cut["process"], seen).items():
+        found[name] = (value * choose).sum(-1) / choose.sum(-1).clamp(min=1)
     return {name: value.clamp(0, 1) for name, value in found.items()}
 
 
@@ -93,7 +95,7 @@ def chosen(block: Tensor, places: Tensor, many: Tensor) -> Tensor:
     a share of the largest there is: 1 if all weight is on one key of the block, 0 if the block has no more than in an
     even row. c_j is what most rows give to a key beyond that, `_common`.
     """
-    even = places / many[:, None].clamp(min=1)  # 1 in a row that sees one key: it has no choice
+    even = places / many[..., None].clamp(min=1)  # 1 in a row that sees one key: it has no choice
     left = (block - _common((block - even).clamp(min=0), places)).clamp(min=0)
     distance = torch.xlogy(left, left / even.clamp(min=_TINY)).sum(-1)
     return distance.clamp(min=0) / many.clamp(min=2).log()
@@ -184,8 +186,8 @@ def _common(above: Tensor, places: Tensor) -> Tensor:
     if not above.shape[-1] or not above.shape[-2]:
         return above.new_zeros(*above.shape[:-2], 1, above.shape[-1])
     ordered = above.masked_fill(places == 0, torch.inf).sort(dim=-2).values
-    lower = ((rows - 1).clamp(min=0) // 4).expand(*above.shape[:-2], 1, -1)
-    return ordered.gather(-2, lower).masked_fill(rows < 2, 0)
+    rows = rows[..., None, :].expand(*above.shape[:-2], 1, -1)
+    return ordered.gather(-2, rows // 4).masked_fill(rows < 2, 0)
 
 
 def _of_rows(pairs: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 A token is scored given what precedes it in its own document within the window. A model with an XL cache reads segments
 of `window` tokens one after the other instead, and sees what its cache holds besides; so does one with recurrent memory
-tokens, unless a stride is given. A document always begins a window or a segment, so that a token's context, and with it
-every figure, is the same for any batch size; where an attention memory searches by lists, up to what these find.
+tokens, unless a smaller stride is given. A document always begins a window or a segment, so that a token's context, and
+with it every figure, is the same for any batch size; where an attention memory searches by lists, up to what these
+find.
 
 A model that translates reads pairs whole: the tokens of a target are scored, given its source and what precedes them.
 
@@ -126,8 +127,7 @@ def carried_windows(
     A row whose document has ended goes on with the next one at its next window; when none is left it is dropped.
     """
     windows = SlidingWindows(tokens, window, stride, rows)
-    memory = objective.memory
-    segments = objective.has_cache() or (stride == window and memory is not None and memory.segment is not None)
+    segments = objective.has_cache() or (stride == window and objective.writes())
 
     def of_document(document: int) -> Iterator[Window]:
         for _, start, first, end in windows.of_document(document):

@@ -98,6 +98,11 @@ class Handle(nn.Module):
         """How many tokens of a text it was made to read at a time; None: as many as the model has room for."""
         return None
 
+    @property
+    def writes(self) -> bool:
+        """Whether it writes behind each segment what the next one reads."""
+        return False
+
     def new_state(self, rows: int) -> Any:
         """What goes from segment to segment in each row of a batch, empty; None where nothing does.
 

@@ -138,6 +138,11 @@ class Memory(nn.Module):
         """How many tokens of a text the model is to read at a time, if a memory was made for that."""
         return min((handle.segment for handle in self.handles.values() if handle.segment), default=None)
 
+    @property
+    def writes(self) -> bool:
+        """Whether a memory writes behind each segment what the next one reads."""
+        return any(handle.writes for handle in self.handles.values())
+
     def new_cache(self, rows: int) -> Any:
         """An empty XL cache for so many rows."""
         (model,) = self._owner

@@ -190,6 +190,15 @@ def test_what_all_rows_write_or_read_alike_is_no_operation() -> None:
         assert {name: found_in(map_, count=count)[name] for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("rows", "alike"), [(8, 3), (9, 0), (12, 0)])
+def test_what_three_quarters_of_the_rows_do_is_what_all_do(rows: int, alike: int) -> None:
+    text = torch.full((N, M + N), 1 / (M + N), dtype=torch.float64)
+    text[:rows] = 0
+    text[:rows, 2] = 1
+    found = found_in(whole(even(), sequence=text))["read_strength"]
+    assert found == pytest.approx(rows / N if alike else 0, abs=1e-9)
+
+
 def test_what_a_row_cannot_see_is_not_what_it_prefers_something_to() -> None:
     """The sequence of a bottleneck sees the memory alone: even attention to all of it is no choice."""
     map_, seen = torch.zeros(1, 1, M + N, M + N, dtype=torch.float64), torch.ones(M + N, M + N)

@@ -81,12 +81,33 @@ def test_the_memory_is_what_tells_one_order_of_segments_from_another(made, token
     assert (first[1] - second[1]).abs().min() > 1e-3
 
 
-@pytest.mark.parametrize(("stride", "same"), [(3, False), (WINDOW, True)])
-def test_only_a_stride_reads_tokens_twice(stride: int, same: bool, documents, made, tokenizer) -> None:
-    model = made("llama")
-    once, found = (mnemic.evaluate(model, tokenizer, documents, **given) for given in ({}, {"stride": stride}))
-    assert found["tokens"] == once["tokens"]
-    assert (found["nll"] == pytest.approx(once["nll"], rel=1e-6)) is same
+@torch.no_grad()
+@pytest.mark.parametrize("stride", [3, WINDOW])
+def test_only_a_smaller_stride_reads_tokens_twice(stride: int, documents, made, tokenizer) -> None:
+    model, end, expected = made("llama"), tokenizer.eos_token_id, 0.0
+    for text in TEXTS:
+        tokens, states = torch.tensor([[end, *tokenizer(text)["input_ids"], end]]), model.memory.new_state(1)
+        scored, stop = 0, min(WINDOW, tokens.shape[1] - 1)
+        while scored < tokens.shape[1] - 1:
+            start = max(0, stop - WINDOW) if stride < WINDOW else scored
+            given = {"input_ids": tokens[:, start:stop], "memory_state": states}
+            expected += (
+                model.token_losses(tokens[:, start + 1 : stop + 1], **given)[0][0, scored - start :].sum().item()
+            )
+            scored, stop = stop, min(stop + stride, tokens.shape[1] - 1)
+    found = mnemic.evaluate(model, tokenizer, documents, stride=stride)
+    assert found["nll"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "bloom", "mnemic-xl+xl"])
+def test_without_its_tokens_a_model_is_measured_as_its_base(architecture: str, documents, made, tokenizer) -> None:
+    model, found = made(architecture), []
+    with model.memory.disabled():
+        found.append(mnemic.evaluate(model, tokenizer, documents, batch_size=2)["nll"])
+    model.memory.change("tokens", count=0)
+    found.append(mnemic.evaluate(model, tokenizer, documents, batch_size=2)["nll"])
+    base = mnemic.evaluate(model.memory.detach(), tokenizer, documents, batch_size=2, window=WINDOW)["nll"]
+    assert found == pytest.approx([base, base], rel=1e-9)
 
 
 def test_an_attention_memory_beside_them_keeps_each_token_once(documents, made, tokenizer) -> None:

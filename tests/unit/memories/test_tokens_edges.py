@@ -216,3 +216,33 @@ def test_an_encoder_without_its_decoder_gives_the_length_of_the_input(variant: s
     assert len(model.memory.tokens.controllers) == (variant == "control")  # after the second layer nobody reads it
     outputs.loss.backward()
     assert all(part.grad is not None and part.grad.any() for part in model.memory.tokens.parameters())
+
+
+def test_a_base_whose_inputs_are_expanded_by_a_static_method_generates() -> None:
+    base = build("t5")
+
+    class Other(type(base)):  # type: ignore[misc]
+        @staticmethod
+        def _expand_inputs_for_generation(*args: Any, **kwargs: Any) -> Any:
+            return hf.GenerationMixin._expand_inputs_for_generation(None, *args, **kwargs)
+
+    base.__class__ = Other
+    model = mnemic.augment(base.eval(), mnemic.MemoryTokens(count=3, gated=True))
+    options = {"max_new_tokens": 5, "num_beams": 2, "do_sample": False}
+    found = model.generate(ids(), **options)
+    with model.memory.disabled():
+        assert torch.equal(model.generate(ids(), **options), found)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "mistral"])
+def test_padding_on_the_left_stays_out_of_the_way_with_a_cache(architecture: str) -> None:
+    """Without position_ids, in one forward and in two."""
+    model, text = made(architecture), ids(1, 9)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), text], 1)
+    mask = (torch.arange(13) >= 4).long()[None]
+    with torch.no_grad():
+        expected = model(input_ids=text).logits
+        torch.testing.assert_close(model(input_ids=padded, attention_mask=mask).logits[:, 4:], expected)
+        first = model(input_ids=padded[:, :9], attention_mask=mask[:, :9], use_cache=True)
+        given = {"past_key_values": first.past_key_values, "attention_mask": mask, "use_cache": True}
+        torch.testing.assert_close(model(input_ids=padded[:, 9:], **given).logits, expected[:, 5:])

@@ -37,7 +37,7 @@ def test_stages_of_an_extension_that_are_seeded_alike_draw_other_tokens(place: s
     base = build("mnemic-t5" if place == "encoder" else "mnemic-encoder-decoder")
     torch.manual_seed(0)
     model = mnemic.augment(base, mnemic.MemoryTokens(count=3, place=place))
-    for count in (5, 9, 12):
+    for count in (6, 3, 5, 9, 6, 12):
         torch.manual_seed(0)
         model.memory.change("tokens", count=count)
     for layer in filter(None, (model.memory.tokens.layer, model.memory.tokens.decoder_layer)):

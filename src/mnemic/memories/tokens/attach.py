@@ -170,12 +170,19 @@ class Attached(Handle):
     def segment(self) -> int | None:
         return self.config.segment or None
 
+    @property
+    def writes(self) -> bool:
+        return self.config.segment > 0 and self.config.count > 0
+
     def new_state(self, rows: int) -> Carried | None:
         return Carried(rows, self.layer()) if self.config.segment else None
 
     def check_training(self, config: Any, kind: str) -> None:
         if not self.config.count:
-            raise UsageError("count = 0 is no memory, and nothing of it can be trained: give the memory tokens a count")
+            raise UsageError(
+                "count = 0 is no memory, and nothing of it can be trained: give the memory tokens a count, or detach() "
+                "them"
+            )
         if not self.config.segment:
             return
         if self.shared is not None:

@@ -86,11 +86,12 @@ class MemoryTokenLayer(nn.Module):
     def resize(self, count: int) -> None:
         """Leaves the last `count` tokens, which stay where they stand before a text, or puts new ones before them.
 
-        New ones are drawn as those at the start were, and are no copies of these where the generator is seeded again.
+        New ones are drawn as those at the start were. For each number of tokens that were there it is another draw, or
+        they would be copies of these wherever the generator is seeded again.
         """
-        old = self.vectors.detach()
-        drawn = torch.randn(max(count, len(old)), old.shape[1], dtype=old.dtype, device=old.device) * self.spread
-        new, kept = drawn[len(old) :], slice(max(len(old) - count, 0), None)
+        old, kept = self.vectors.detach(), slice(max(len(self.vectors) - count, 0), None)
+        draw = torch.Generator().manual_seed(int(torch.randint(2**62, ())) + len(old))
+        new = torch.randn(max(count - len(old), 0), old.shape[1], generator=draw).to(old) * self.spread
         self.vectors = nn.Parameter(torch.cat([new, old[kept]]), self.vectors.requires_grad)
         if self.gate is not None:
             closed, gate = self.gate.new_full((len(new),), CLOSED), self.gate.detach()
