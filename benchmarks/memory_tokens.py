@@ -1,6 +1,7 @@
 """What memory tokens cost, beside the same model without them, in turns in one process.
 
-    layers       a training step of an encoder (6 layers of 256) on rows of 512 tokens, with 10 tokens before them
+    layers       a training step of an encoder (6 layers of 256) with 10 tokens before rows of 500 and of 512; and, to
+                 tell what they cost from what ten more of any tokens do, without memory on rows of 522 beside 512
     generation   a token that a causal model (6 layers of 256) writes with its KV cache, with 10 tokens in it; and the
                  whole call that writes 32 of them, with the 128 of its prompt
     bottleneck   a training step of an encoder with MemBottleneck (20 tokens) on 4,096 and on 8,192 tokens, its memory
@@ -22,9 +23,10 @@ from typing import Any
 
 from harness import compare, table
 
-LENGTH, COUNT = 512, 10
+COUNT = 10
+ROWS = {"10 and 500": (500, 500), "10 and 512": (512, 512), "522 for 512": (512, 522)}  # tokens without and with
 PARTS = {
-    "layers": ["10 tokens"],
+    "layers": ["10 and 500", "10 and 512", "522 for 512"],
     "generation": ["a token", "a call"],
     "bottleneck": ["4096", "8192"],
 }
@@ -55,7 +57,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if options.part == "layers":
-        return in_turns(training_step(encoder(0), LENGTH), training_step(encoder(COUNT), LENGTH), options.times)
+        (without, length), count = ROWS[options.setting], 0 if "for" in options.setting else COUNT
+        return in_turns(training_step(encoder(0), without), training_step(encoder(count), length), options.times)
     if options.part == "generation":
         first = 1 if options.setting == "a token" else 0
         return in_turns(writing(0, first), writing(COUNT, first), options.times)
@@ -103,10 +106,10 @@ def encoder(count: int, variant: str = "plain") -> Any:
 
 
 def training_step(model: Any, length: int) -> Work:
-    """Forward and backward of the encoder on two rows of `length` tokens; of one if they are long."""
+    """Forward and backward of the encoder on two rows of `length` tokens; on one if they are long."""
     import torch
 
-    ids = torch.randint(0, SHAPE["vocab_size"], (2 if length <= LENGTH else 1, length))
+    ids = torch.randint(0, SHAPE["vocab_size"], (2 if length < 1000 else 1, length))
 
     def step() -> list[float]:
         began = time.perf_counter()
