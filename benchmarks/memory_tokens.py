@@ -24,9 +24,9 @@ from typing import Any
 from harness import compare, table
 
 COUNT = 10
-ROWS = {"10 and 500": (500, 500), "10 and 512": (512, 512), "522 for 512": (512, 522)}  # tokens without and with
+ROWS = {"10 and 500": (500, 500, COUNT), "10 and 512": (512, 512, COUNT), "522 for 512": (512, 522, 0)}
 PARTS = {
-    "layers": ["10 and 500", "10 and 512", "522 for 512"],
+    "layers": list(ROWS),
     "generation": ["a token", "a call"],
     "bottleneck": ["4096", "8192"],
 }
@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if options.part == "layers":
-        (without, length), count = ROWS[options.setting], 0 if "for" in options.setting else COUNT
+        without, length, count = ROWS[options.setting]
         return in_turns(training_step(encoder(0), without), training_step(encoder(count), length), options.times)
     if options.part == "generation":
         first = 1 if options.setting == "a token" else 0

@@ -127,16 +127,12 @@ def carried_windows(
     A row whose document has ended goes on with the next one at its next window; when none is left it is dropped.
     """
     windows = SlidingWindows(tokens, window, stride, rows)
-    segments = objective.has_cache() or (stride == window and objective.writes())
+    memory = objective.memory
+    segments = objective.has_cache() or (stride == window and memory is not None and memory.writes)
 
     def of_document(document: int) -> Iterator[Window]:
         for _, start, first, end in windows.of_document(document):
-            yield (
-                document,
-                first if segments else start,
-                first,
-                end,
-            )  # the rest goes on in the carry
+            yield document, first if segments else start, first, end  # else its context is carried
 
     # The longest first: the rows end at about the same time
     waiting = iter(sorted((d for d in range(len(tokens)) if tokens.length(d) > 1), key=tokens.length, reverse=True))

@@ -141,7 +141,7 @@ class Memory(nn.Module):
     @property
     def writes(self) -> bool:
         """Whether a memory writes behind each segment what the next one reads."""
-        return any(handle.writes for handle in self.handles.values())
+        return self.enabled and any(handle.writes for handle in self.handles.values())
 
     def new_cache(self, rows: int) -> Any:
         """An empty XL cache for so many rows."""

@@ -135,10 +135,6 @@ class NextToken(Objective):
         owner = self.model if self.memory is None else self.memory
         return Carry(owner.new_cache(rows) if self.has_cache() else None, states)
 
-    def writes(self) -> bool:
-        """Whether a memory writes behind each segment what the next one reads."""
-        return self.memory is not None and self.memory.enabled and self.memory.writes
-
     def losses(self, batch: Batch, carry: Any) -> Tensor:
         """The negative log likelihood of the targets."""
         inputs = self.inputs(batch, carry)
